@@ -1,0 +1,38 @@
+"""Errors that a person can act on, and how commands report them."""
+import difflib
+import sys
+from collections.abc import Callable, Iterable
+
+__all__ = ['UsageError', 'report_usage_errors', 'unknown_name']
+
+
+class UsageError(ValueError):
+    """What was asked for cannot be done.
+
+    The message is one line that names the argument, its value and the way out.
+    """
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:
+    """Error for a name that does not exist, with the nearest names that do.
+
+    Args:
+        kind: What the name stands for, for example 'model'.
+        name: The name that was asked for.
+        known: Every name that exists.
+    """
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return UsageError(f"unknown {kind} '{name}'" + (f"; did you mean {', '.join(near)}?" if near else ''))
+
+
+def report_usage_errors(command: Callable[[], int | None]) -> int:
+    """Run a command and turn a `UsageError` into one line on standard error.
+
+    Returns:
+        The command's own exit status (None counts as 0), or 2 after a `UsageError`.
+    """
+    try:
+        return command() or 0
+    except UsageError as e:
+        print(f'error: {e}', file=sys.stderr)
+        return 2
