@@ -1,5 +1,6 @@
 """Efficient-attention vision backbones as ordinary timm models; importing the package registers them."""
 from . import models as models
+from . import weights as weights
 from .layers import FocusedLinearAttention
 
 __all__ = ['FocusedLinearAttention']
