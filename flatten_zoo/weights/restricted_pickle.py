@@ -56,7 +56,7 @@ def _no_value(*args) -> _Placeholder:
 
 _REBUILD = ('_rebuild_tensor', '_rebuild_tensor_v2', '_rebuild_parameter')
 _KNOWN = {
-    ('builtins', 'set'): set,
+    **{(module, 'set'): set for module in ('builtins', '__builtin__')},  # the latter in protocol 2, torch's default
     ('collections', 'OrderedDict'): collections.OrderedDict,
     ('torch', 'Size'): torch.Size,
     **{('torch', str(dtype).removeprefix('torch.')): dtype for dtype in (
