@@ -102,6 +102,6 @@ class ProjectedAttention(nn.Module):
         """Maps B×C×(spatial…) to the same shape."""
         q, k, v = self.project(x)
         y = self.attend(q, k, v)
-        y = y.unflatten(0, [-1, self.num_heads]).flatten(1, 2).unflatten(2, x.shape[2:])
+        y = y.unflatten(0, [x.shape[0], self.num_heads]).flatten(1, 2).unflatten(2, x.shape[2:])
         y = self.reprojection(y)
         return x + y if self.residual else y

@@ -1,0 +1,3 @@
+from .attention_resnet import AttentionResNet
+
+__all__ = ['AttentionResNet']
