@@ -10,20 +10,24 @@ import torch
 from timm.models.pvt_v2 import PyramidVisionTransformerV2
 from timm.models.swin_transformer import SwinTransformer
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
+from torch.utils.flop_counter import FlopCounterMode
 
 from flatten_zoo.layers import FocusedLinearCore
 from flatten_zoo.models import FlattenCSwin, FlattenPVT, flatten_swin
 
 from .reference import load_description, load_reference
 
-# parameters (the official count less PVT's unused norm)
-PARAMETERS = {
-    'flatten_pvt_t': 12.15, 'flatten_pvt_s': 21.67, 'flatten_pvt_m': 37.24, 'flatten_pvt_b': 50.65,
-    'flatten_pvt_v2_b0': 3.59, 'flatten_pvt_v2_b1': 12.93, 'flatten_pvt_v2_b2': 22.55, 'flatten_pvt_v2_b3': 38.27,
-    'flatten_pvt_v2_b4': 51.84, 'flatten_pvt_v2_b5': 67.06,
-    'flatten_swin_t': 29.19, 'flatten_swin_s': 50.51, 'flatten_swin_b': 88.97, 'flatten_swin_b_384': 91.43,
-    'flatten_cswin_t': 21.20, 'flatten_cswin_s': 35.45, 'flatten_cswin_b': 74.87, 'flatten_cswin_b_384': 78.37,
-    'flatten_deit_t': 6.19, 'flatten_deit_s': 22.98,
+# official parameters in millions (less PVT's unused norm) and multiply-accumulates in billions
+COSTS = {
+    'flatten_pvt_t': (12.15, 2.04), 'flatten_pvt_s': (21.67, 4.03), 'flatten_pvt_m': (37.24, 7.04),
+    'flatten_pvt_b': (50.65, 10.38),
+    'flatten_pvt_v2_b0': (3.59, 0.58), 'flatten_pvt_v2_b1': (12.93, 2.22), 'flatten_pvt_v2_b2': (22.55, 4.25),
+    'flatten_pvt_v2_b3': (38.27, 7.28), 'flatten_pvt_v2_b4': (51.84, 10.68), 'flatten_pvt_v2_b5': (67.06, 12.44),
+    'flatten_swin_t': (29.19, 4.48), 'flatten_swin_s': (50.51, 8.73), 'flatten_swin_b': (88.97, 15.42),
+    'flatten_swin_b_384': (91.43, 46.38),
+    'flatten_cswin_t': (21.20, 4.32), 'flatten_cswin_s': (35.45, 6.78), 'flatten_cswin_b': (74.87, 14.91),
+    'flatten_cswin_b_384': (78.37, 46.30),
+    'flatten_deit_t': (6.19, 1.14), 'flatten_deit_s': (22.98, 4.36),  # not official
 }
 RELEASED = {
     'flatten_pvt_t', 'flatten_pvt_v2_b0', 'flatten_swin_t', 'flatten_swin_s', 'flatten_swin_b', 'flatten_swin_b_384',
@@ -137,14 +141,18 @@ def test_official_outputs(name):
             assert (value - expected).abs().max() <= tolerance * expected.abs().max(), (key, dtype)
 
 
-@pytest.mark.parametrize('name', PARAMETERS)
-def test_parameter_counts(name):
-    model = timm.create_model(name, device='meta')
-    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 2) == PARAMETERS[name]
+@pytest.mark.parametrize('name', COSTS)
+def test_parameters_and_multiply_accumulates(name):
+    model = timm.create_model(name, device='meta').eval()
     assert all(p.is_meta for p in model.parameters())
+    with FlopCounterMode(display=False) as flops:
+        model(torch.empty(1, *model.default_cfg['input_size'], device='meta'))
+    parameters, macs = COSTS[name]
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 2) == parameters
+    assert flops.get_total_flops() / 2e9 == pytest.approx(macs, abs=0.015)
 
 
-@pytest.mark.parametrize('name', PARAMETERS)
+@pytest.mark.parametrize('name', COSTS)
 def test_evaluation_settings(name):
     config = timm.data.resolve_data_config({}, model=timm.create_model(name, device='meta'))
     size = 384 if name.endswith('384') else 224
