@@ -1,6 +1,9 @@
 """Efficient-attention vision backbones as ordinary timm models; importing the package registers them."""
-from . import models as models
-from . import weights as weights
-from .layers import FocusedLinearAttention
+from . import weights as weights  # tells the networks where official weights come from
+from .layers import EfficientAttention, FocusedLinearAttention, InterlacedSparseAttention, NonLocalAttention
+from .models import replace_attention
 
-__all__ = ['FocusedLinearAttention']
+__all__ = [
+    'EfficientAttention', 'FocusedLinearAttention', 'InterlacedSparseAttention', 'NonLocalAttention',
+    'replace_attention',
+]
