@@ -160,6 +160,15 @@ def test_training_checkpoints(as_namespace, tmp_path):
     assert config['input_size'] == (1, 64, 64) and list(config['mean']) == [0.3]
 
 
+def test_a_run_from_released_weights_is_not_the_release(tmp_path):
+    model = timm.create_model('flatten_pvt_v2_b0')
+    name = 'flatten_pvt_v2_b0.leaplab_in1k'
+    torch.save({'arch': name, 'state_dict': model.state_dict(), 'args': dict(model=name)}, tmp_path / 'c.pth.tar')
+    assert run('convert', tmp_path / 'c.pth.tar', '-o', tmp_path / 'own') == 0
+    assert json.loads((tmp_path / 'own' / 'config.json').read_text())['pretrained_cfg']['tag'] is None
+    assert '71.098' not in (tmp_path / 'own' / 'README.md').read_text()
+
+
 def test_a_run_at_another_size_of_a_network_for_any_size(tmp_path):
     model = create('flatten_pvt_t', img_size=64)
     kwargs = {key: value for key, value in SMALL['flatten_pvt_t'].items() if key != 'img_size'}
@@ -186,6 +195,7 @@ def test_headless_and_failing_conversions(tmp_path, capsys):
             ([path, '-o', out], '--model'),
             ([path, '--model', 'flatten_pvt_x', '-o', out], 'did you mean flatten_pvt_'),
             ([path, '--model', f'{name}.nobody', '-o', out], 'did you mean'),
+            ([path, '--model', 'resnet50', '-o', out], 'flatten-zoo list'),
             ([path, '--model', name, '-o', out], 'of another shape'),
             ([path, '--model', name, '-o', out, '--model-kwargs', 'depth=3'], 'depth'),
             ([path, '--model', name, '-o', out, '--use-ema'], 'averaged'),

@@ -187,7 +187,7 @@ def test_broken_connections_are_taken_up_again(ranges, model, content, cache):
     (1000, '1000 of', 5), ('503', '503', 5), ('404', '404', 1)], ids=str)
 def test_failed_downloads_leave_nothing(fault, message, tries, content, cache):
     with file_server(content, faults=[fault] * 9, ranges=False) as server:
-        with pytest.raises(UsageError, match=f'{message}.*file='):
+        with pytest.raises(UsageError, match=f'{message}.*browser'):
             create(server)
         assert len(server.requests) == tries
     assert os.listdir(cache) == []

@@ -2,6 +2,7 @@
 from timm.models._hub import generate_readme
 
 from ..models import RELEASES, Release
+from ..models._released import TAG
 
 __all__ = ['model_card']
 
@@ -55,7 +56,7 @@ def model_card(config: dict, parameters: int, name: str, source: str) -> str:
     """
     cfg = config['pretrained_cfg']
     architecture = config['architecture']
-    release = RELEASES.get(architecture) if cfg.get('tag') else None
+    release = RELEASES.get(architecture) if cfg.get('tag') == TAG else None
     details = {
         'Architecture': f'{architecture}, {parameters / 1e6:.2f} M parameters, {config["num_classes"]} classes',
         'Evaluation settings': {
@@ -66,6 +67,7 @@ def model_card(config: dict, parameters: int, name: str, source: str) -> str:
         },
     }
     if release:
+        details['Dataset'] = 'ImageNet-1k'
         details['Weights'] = f'official, {cfg.get("origin_url", release.address)}'
         details['Reported by the authors on ImageNet-1K'] = accuracy_text(release)
     if cfg.get('paper_name'):

@@ -5,9 +5,10 @@ import timm
 from huggingface_hub import try_to_load_from_cache
 from timm.models import get_arch_pretrained_cfgs, get_pretrained_cfg, model_entrypoint
 from timm.models._pretrained import PretrainedCfg
+from torch import nn
 
 from ..models import RELEASES
-from ..models._released import hub_repository
+from ..models._released import TAG, hub_repository
 from .card import accuracy_text
 from .official import cached_files
 
@@ -25,15 +26,14 @@ def list_table() -> tuple[list[str], list[list[str]]]:
     """Header and rows: every model, with parameters, native image size, tag, and the source of its weights."""
     rows = []
     for name in zoo_models():
-        parameters = _parameters(name)
+        parameters = _parameters(timm.create_model(name, device='meta'))
         for cfg in get_arch_pretrained_cfgs(name).values():
             size = ' × '.join(map(str, cfg.input_size[1:]))
             rows.append([name, parameters, size, cfg.tag or '', weights_source(cfg)])
     return ['model', 'parameters', 'image', 'tag', 'weights'], rows
 
 
-def _parameters(name: str) -> str:
-    model = timm.create_model(name, device='meta')
+def _parameters(model: nn.Module) -> str:
     return f'{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M'
 
 
@@ -48,11 +48,13 @@ def weights_source(cfg: PretrainedCfg) -> str:
 def describe(name: str) -> list[tuple[str, str]]:
     """A model in pairs of what and how: its configuration, its weights, what of them is cached, reported accuracy."""
     cfg = get_pretrained_cfg(name)
-    release = RELEASES.get(cfg.architecture) if cfg.has_weights else None
+    model = timm.create_model(name, device='meta')
+    release = RELEASES.get(cfg.architecture) if cfg.tag == TAG else None
     settings = cfg.to_dict(remove_source=True)
     facts = [
         ('model', '.'.join(filter(None, (cfg.architecture, cfg.tag)))),
-        ('parameters', _parameters(cfg.architecture)),
+        ('parameters', _parameters(model)),
+        ('feature maps', ', '.join(f'{f["num_chs"]} at stride {f["reduction"]}' for f in model.feature_info)),
         *((key.replace('_', ' '), _text(value)) for key, value in settings.items()
           if key not in ('architecture', 'tag', 'custom_load') and value not in (None, '')),
         ('weights', weights_source(cfg)),

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from timm.models import clean_state_dict
 
-from ..errors import UsageError
+from ..errors import UsageError, first_line
 from . import restricted_pickle
 
 __all__ = ['read_checkpoint', 'select_state_dict', 'write_beside', 'write_safetensors']
@@ -47,17 +47,14 @@ def read_checkpoint(path: str | Path, name: str | None = None) -> dict:
         checkpoint = safetensors.torch.load_file(path) if path.suffix == '.safetensors' else _load_pickle(path)
     except pickle.UnpicklingError as e:
         raise UsageError(
-            f'{name} cannot be read safely: {_first_line(e)}; ask its author for safetensors, or for a file with '
+            f'{name} cannot be read safely: {first_line(e)}; ask its author for safetensors, or for a file with '
             f'nothing but tensors') from e
     except Exception as e:  # bytes that are no checkpoint fail in many ways
-        raise UsageError(f'{name} is incomplete, damaged or no checkpoint: {_first_line(e)}; get the file again') from e
+        raise UsageError(f'{name} is incomplete, damaged or no checkpoint: {first_line(e)}; get the file again') from e
     if not isinstance(checkpoint, dict):
         raise UsageError(f'{name} holds a {type(checkpoint).__name__}, expected a dict of tensors')
     return dict(dict.items(checkpoint))  # whatever a pickle has set on the object stays behind
 
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _load_pickle(path: Path) -> object:

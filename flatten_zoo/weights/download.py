@@ -38,9 +38,7 @@ def download(address: str, path: Path, wait: float = 1.) -> None:
                 if isinstance(e, urllib.error.HTTPError) and e.code < 500 and e.code != 429:
                     break
             time.sleep(wait * 2 ** attempt if attempt < TRIES - 1 else 0)
-    raise UsageError(
-        f'cannot download {address}: {error}; check the connection and try again, or download it elsewhere and pass '
-        f"the file: timm.create_model(..., pretrained=True, pretrained_cfg_overlay=dict(file='...'))") from error
+    raise UsageError(f'cannot download {address}: {error}; check the connection and try again') from error
 
 
 def _receive(address: str, file: IO[bytes], progress: tqdm) -> None:

@@ -11,9 +11,10 @@ from timm.models import resolve_model_input_args, split_model_name_tag
 from timm.models._hub import save_for_hf
 from torch import nn
 
-from ..errors import UsageError
+from ..errors import UsageError, first_line
 from ..models.build import check_model_name
 from .card import model_card
+from .catalogue import zoo_models
 from .checkpoint import read_checkpoint, select_state_dict, write_beside, write_safetensors
 from .convert import family_of, from_official, is_official, to_official
 
@@ -34,7 +35,7 @@ def load_model(
 
     Args:
         source: Official checkpoint, `train.py` checkpoint, or file in timm's style.
-        model_name: Name of the model, with tag if these are the released weights; None if the checkpoint says.
+        model_name: Name of the model, with tag if these are the released weights; None if the checkpoint says which.
         use_ema: Take the averaged weights.
         model_kwargs: More arguments of the model, over those recorded.
 
@@ -43,10 +44,14 @@ def load_model(
     """
     checkpoint = read_checkpoint(source)
     state_dict = select_state_dict(checkpoint, use_ema)
+    # a run that started from released weights records their tag, but its weights are others
+    tag = split_model_name_tag(model_name)[1] if model_name else None
     model_name = model_name or checkpoint.get('arch')
     if not isinstance(model_name, str):
         raise UsageError(f"'{source}' does not say which model it is of; name it with --model")
     check_model_name(model_name)
+    if ':' not in model_name and split_model_name_tag(model_name)[0] not in zoo_models():
+        raise UsageError(f"'{model_name}' is no model of the zoo but of timm's own; see `flatten-zoo list`")
     options = checkpoint.get('args') or {}
     options = options if isinstance(options, dict) else vars(options)
     try:
@@ -57,10 +62,10 @@ def load_model(
             **_counts(state_dict, timm.create_model(model_name, device='meta')),
         })
         cfg = arguments['pretrained_cfg']
-        cfg |= {'tag': split_model_name_tag(model_name)[1] or None, **_evaluation_settings(options, cfg)}
+        cfg |= {'tag': tag or None, **_evaluation_settings(options, cfg)}
         model = timm.create_model(**arguments)
     except (TypeError, ValueError, RuntimeError, AssertionError) as e:
-        raise UsageError(f"cannot build '{model_name}' for '{source}': {e}") from e
+        raise UsageError(f"cannot build '{model_name}' for '{source}': {first_line(e)}") from e
     model.load_state_dict(from_official(state_dict, model))
     return model
 

@@ -50,8 +50,8 @@ def official_weights(cfg: PretrainedCfg, cache_dir: str | Path | None = None) ->
     else:
         with write_beside(source) as temporary:
             _logger.info('downloading %s to %s', cfg.url[0], source)
-            download(cfg.url[0], temporary)
             try:
+                download(cfg.url[0], temporary)
                 _convert(temporary, converted, model, f'the file at {cfg.url[0]}')
             except UsageError as e:
                 raise UsageError(

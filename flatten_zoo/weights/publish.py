@@ -9,7 +9,7 @@ from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from ..errors import UsageError
+from ..errors import UsageError, first_line
 from .export import HUB_FILES, load_model, save_model
 
 __all__ = ['dry_run', 'hub_folder', 'push']
@@ -46,7 +46,7 @@ def check_folder(folder: Path) -> None:
     try:
         timm.create_model(f'local-dir:{folder}', pretrained=True)
     except Exception as e:  # whatever can be wrong with a configuration
-        raise UsageError(f"'{folder}' cannot be loaded: {_first_line(e)}") from e
+        raise UsageError(f"'{folder}' cannot be loaded: {first_line(e)}") from e
 
 
 def dry_run(folder: Path, repo: str, private: bool = False) -> str:
@@ -92,7 +92,7 @@ def push(folder: str | Path, repo: str, private: bool = False, keep_card: bool =
     except Exception as e:  # the client's, the transport's and the server's
         cause = e.__cause__ or e  # the client wraps errors of an upload
         raise UsageError(
-            f"could not push to '{repo}': {_first_line(cause)}; the same command again continues the upload") from e
+            f"could not push to '{repo}': {first_line(cause)}; the same command again continues the upload") from e
     return commit.commit_url
 
 
@@ -101,10 +101,7 @@ def check_repo(repo: str) -> None:
     try:
         validate_repo_id(repo)
     except HFValidationError as e:
-        raise UsageError(f"--repo '{repo}': {_first_line(e)}") from e
+        raise UsageError(f"--repo '{repo}': {first_line(e)}") from e
     if repo.count('/') != 1:
         raise UsageError(f"--repo '{repo}' must be account/name")
 
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
