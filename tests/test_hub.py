@@ -57,6 +57,7 @@ def test_round_trip(hub, folder, monkeypatch):
     url = push(folder, REPO)
     assert url.startswith(f'{hub.address}/{REPO}/commit/')
     assert sorted(hub.repositories[REPO][0]) == ['README.md', 'config.json', 'model.safetensors']
+    assert f"create_model('hf-hub:{REPO}'" in hub.repositories[REPO][0]['README.md'].decode()
     loaded, model = load(), small_model()
     x = torch.randn(2, 3, 64, 64)
     assert torch.equal(loaded(x), model(x))
@@ -117,7 +118,7 @@ def test_missing_repository(hub):
 
 def test_tokens(hub, folder, monkeypatch):
     monkeypatch.setenv('HF_TOKEN', 'hf_wrong')
-    with pytest.raises(UsageError, match='401'):
+    with pytest.raises(UsageError, match='401.*token that may write'):
         push(folder, REPO)
     monkeypatch.delenv('HF_TOKEN')
     with pytest.raises(UsageError, match='hf auth login'):
@@ -153,7 +154,7 @@ def test_interrupt_by_the_user(hub, folder, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(HfApi, 'upload_folder', interrupt)
+    monkeypatch.setattr(HfApi, 'create_commit', interrupt)
     with pytest.raises(KeyboardInterrupt):
         push(folder, REPO)
     assert hub.repositories[REPO] == []

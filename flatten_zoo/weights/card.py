@@ -4,7 +4,9 @@ from timm.models._hub import generate_readme
 from ..models import RELEASES, Release
 from ..models._released import TAG
 
-__all__ = ['model_card']
+__all__ = ['REPOSITORY', 'model_card']
+
+REPOSITORY = 'ACCOUNT/NAME'  # what a card says until it is published
 
 CITATIONS = {  # by the first word of a model's name
     'flatten': """@inproceedings{han2023flatten,
@@ -35,24 +37,23 @@ CITATIONS = {  # by the first word of a model's name
 OFFICIAL_LICENSE = (
     'not known: these weights are the authors\', converted to other names; their terms are for the authors to say')
 OWN_LICENSE = 'not stated: whoever publishes these weights sets their terms, here and in `license` at the top'
-USAGE = """```python
+USAGE = f"""```python
 import flatten_zoo  # registers the model with timm
 import timm
 
-model = timm.create_model('{source}', pretrained=True).eval()
+model = timm.create_model('hf-hub:{REPOSITORY}', pretrained=True).eval()  # or 'local-dir:' and a folder
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
 ```
-The weights alone can be used as a backbone with `features_only=True`, or fine-tuned with `num_classes=`."""
+It also serves as a backbone, with `features_only=True`, and can be fine-tuned, with `num_classes=`."""
 
 
-def model_card(config: dict, parameters: int, name: str, source: str) -> str:
+def model_card(config: dict, parameters: int, name: str) -> str:
     """The model card (README.md) of a folder in timm's Hub layout.
 
     Args:
         config: What its config.json holds.
         parameters: Number of parameters.
         name: Title.
-        source: What `timm.create_model` loads it from.
     """
     cfg = config['pretrained_cfg']
     architecture = config['architecture']
@@ -78,7 +79,7 @@ def model_card(config: dict, parameters: int, name: str, source: str) -> str:
         license='unknown',
         description=f'A {architecture} image classifier for timm and flatten_zoo.',
         details=details,
-        usage=USAGE.format(source=source),
+        usage=USAGE,
         citation=CITATIONS[architecture.partition('_')[0]],
     )
     return generate_readme(card, name)

@@ -90,14 +90,13 @@ def _evaluation_settings(options: dict, cfg: dict) -> dict:
     return settings
 
 
-def save_model(model: nn.Module, folder: Path, name: str, source: str | None = None) -> None:
+def save_model(model: nn.Module, folder: Path, name: str) -> None:
     """Write a model in timm's Hub layout: `model.safetensors`, `config.json` and a model card.
 
     Args:
         model: The model.
         folder: Where to write; other files there are left alone.
         name: Title of the model card.
-        source: What the card says `timm.create_model` loads it from; None for the folder.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f'.{folder.name}.') as temporary:
@@ -105,8 +104,7 @@ def save_model(model: nn.Module, folder: Path, name: str, source: str | None = N
         save_for_hf(model, temporary, model_config={'pretrained_cfg': {'tag': tag}}, safe_serialization=True)
         config = json.loads(Path(temporary, 'config.json').read_text())
         parameters = sum(p.numel() for p in model.parameters())
-        card = model_card(config, parameters, name, source or f'local-dir:{folder}')
-        Path(temporary, 'README.md').write_text(card, encoding='utf-8')
+        Path(temporary, 'README.md').write_text(model_card(config, parameters, name), encoding='utf-8')
         folder.mkdir(exist_ok=True)
         for file in HUB_FILES:
             os.replace(Path(temporary, file), folder / file)

@@ -5,11 +5,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import timm
-from huggingface_hub import HfApi, constants, get_token
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from ..errors import UsageError, first_line
+from .card import REPOSITORY
 from .export import HUB_FILES, load_model, save_model
 
 __all__ = ['dry_run', 'hub_folder', 'push']
@@ -21,7 +22,7 @@ def hub_folder(source: Path, repo: str, *load_arguments) -> Iterator[Path]:
 
     Args:
         source: Folder or checkpoint file.
-        repo: `account/name` that the model card speaks of.
+        repo: `account/name` where it will go.
         *load_arguments: Of `load_model`, for a checkpoint.
     """
     check_repo(repo)
@@ -30,7 +31,7 @@ def hub_folder(source: Path, repo: str, *load_arguments) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, 'model')
-        save_model(load_model(source, *load_arguments), folder, name=repo.partition('/')[2], source=f'hf-hub:{repo}')
+        save_model(load_model(source, *load_arguments), folder, name=repo.partition('/')[2])
         yield folder
 
 
@@ -78,22 +79,29 @@ def push(folder: str | Path, repo: str, private: bool = False, keep_card: bool =
     if get_token() is None:
         raise UsageError('not logged in to the Hub: run `hf auth login`, or set HF_TOKEN to a token that may write')
     check_folder(folder)
-    api = HfApi(library_name='flatten_zoo')
     try:
-        api.create_repo(repo, private=private or None, exist_ok=True)
-        if private and not api.repo_info(repo).private:
-            raise UsageError(f"--private: '{repo}' exists and is public; change that on the Hub or choose another name")
-        has_card = keep_card and api.file_exists(repo, 'README.md')
-        files = [name for name in HUB_FILES if not (has_card and name == 'README.md')]
-        commit = api.upload_folder(
-            repo_id=repo, folder_path=folder, allow_patterns=files, commit_message='Upload model')
+        return _upload(folder, repo, private, keep_card)
     except UsageError:
         raise
     except Exception as e:  # the client's, the transport's and the server's
         cause = e.__cause__ or e  # the client wraps errors of an upload
-        raise UsageError(
-            f"could not push to '{repo}': {first_line(cause)}; the same command again continues the upload") from e
-    return commit.commit_url
+        refused = isinstance(cause, HfHubHTTPError) and cause.response.status_code in (401, 403)
+        way_out = 'use a token that may write there' if refused else 'the same command again continues the upload'
+        raise UsageError(f"could not push to '{repo}': {first_line(cause)}; {way_out}") from e
+
+
+def _upload(folder: Path, repo: str, private: bool, keep_card: bool) -> str:
+    api = HfApi(library_name='flatten_zoo')
+    api.create_repo(repo, private=private or None, exist_ok=True)
+    if private and not api.repo_info(repo).private:
+        raise UsageError(f"--private: '{repo}' exists and is public; change that on the Hub or choose another name")
+    files = {name: str(folder / name) for name in HUB_FILES}
+    if keep_card and api.file_exists(repo, 'README.md'):
+        del files['README.md']
+    else:
+        files['README.md'] = (folder / 'README.md').read_bytes().replace(REPOSITORY.encode(), repo.encode())
+    operations = [CommitOperationAdd(name, content) for name, content in files.items()]
+    return api.create_commit(repo, operations, commit_message='Upload model').commit_url
 
 
 def check_repo(repo: str) -> None:
