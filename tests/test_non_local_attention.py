@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from flatten_zoo import NonLocalAttention
+from flatten_zoo.complexity import peak_memory
 
 
 @pytest.mark.parametrize('normalization', ['softmax', 'scaling'])
