@@ -5,6 +5,7 @@ import copyreg
 import io
 import pickle
 import sys
+import tarfile
 import types
 import zipfile
 
@@ -135,6 +136,14 @@ def script_module():
     return buffer.getvalue()
 
 
+def tar():
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode='w') as archive:
+        for name in ('storages', 'tensors', 'pickle'):
+            archive.addfile(tarfile.TarInfo(name))
+    return buffer.getvalue()
+
+
 @pytest.mark.filterwarnings('ignore:.*torch.*:UserWarning', 'ignore:.*torch.*:DeprecationWarning')
 @pytest.mark.parametrize(('content', 'message'), [
     (b'  <!DOCTYPE html><html>no such share</html>', 'web page'),
@@ -146,7 +155,8 @@ def script_module():
     (sample('legacy')[:60], ''),
     (pickle.dumps([1, 2]), ''),
     (script_module(), ''),
-], ids=['page', 'html', 'empty', 'text', 'cut zip', 'cut legacy', 'cut start', 'plain pickle', 'script'])
+    (tar(), ''),
+], ids=['page', 'html', 'empty', 'text', 'cut zip', 'cut legacy', 'cut start', 'plain pickle', 'script', 'tar'])
 def test_no_checkpoints(content, message, tmp_path):
     path = tmp_path / 'c.pth'
     path.write_bytes(content)

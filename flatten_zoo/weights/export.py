@@ -1,4 +1,5 @@
 """Checkpoints of any origin, to the files that others load: timm's Hub layout, bare safetensors, official files."""
+import argparse
 import json
 import os
 import tempfile
@@ -52,8 +53,8 @@ def load_model(
     check_model_name(model_name)
     if ':' not in model_name and split_model_name_tag(model_name)[0] not in zoo_models():
         raise UsageError(f"'{model_name}' is no model of the zoo but of timm's own; see `flatten-zoo list`")
-    options = checkpoint.get('args') or {}
-    options = options if isinstance(options, dict) else vars(options)
+    options = checkpoint.get('args')
+    options = vars(options) if isinstance(options, argparse.Namespace) else options if isinstance(options, dict) else {}
     try:
         arguments = resolve_model_input_args(model_name, options, **{
             'global_pool': options.get('gp'),
@@ -133,6 +134,6 @@ def write_weights(model: nn.Module, output: Path, official: bool = False) -> Non
             with write_beside(output) as temporary:
                 torch.save({'model': to_official(model)}, temporary)
         else:
-            save_model(model, output, name=output.name)
+            save_model(model, output, name=output.resolve().name)
     except OSError as e:
         raise UsageError(f"-o '{output}': {e}") from e

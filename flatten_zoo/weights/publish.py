@@ -84,7 +84,7 @@ def push(folder: str | Path, repo: str, private: bool = False, keep_card: bool =
     except UsageError:
         raise
     except Exception as e:  # the client's, the transport's and the server's
-        cause = e.__cause__ or e  # the client wraps errors of an upload
+        cause = e.__cause__ if isinstance(e, RuntimeError) and e.__cause__ else e  # so it reports a failed upload
         refused = isinstance(cause, HfHubHTTPError) and cause.response.status_code in (401, 403)
         way_out = 'use a token that may write there' if refused else 'the same command again continues the upload'
         raise UsageError(f"could not push to '{repo}': {first_line(cause)}; {way_out}") from e

@@ -89,7 +89,6 @@ class Unpickler(pickle.Unpickler):
         return _Refusing(f'{module}.{name}', (_Placeholder,), {'__slots__': ()})
 
 
-
 def load(file: IO[bytes], **kwargs):
     """`pickle.load` with the restricted `Unpickler`."""
     return Unpickler(file, **kwargs).load()
