@@ -1,16 +1,18 @@
-"""What the FLatten families share: options, evaluation settings, and reading official checkpoints."""
+"""What the FLatten families share: options, evaluation settings, construction, and official checkpoints."""
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import resample_abs_pos_embed_nhwc, to_ntuple
 from torch import nn
 
+from ._released import build_released_model
+
 __all__ = [
-    'fit_position_tensors', 'flatten_cfg', 'flatten_position_tensors', 'fuse_qkv', 'resolve_attn_types', 'split_qkv',
-    'unwrap_state_dict',
+    'create_pyramid', 'fit_position_tensors', 'flatten_cfg', 'flatten_position_tensors', 'fuse_qkv',
+    'resolve_attn_types', 'split_qkv', 'unwrap_state_dict',
 ]
 
 
@@ -36,6 +38,25 @@ def flatten_cfg(**kwargs) -> dict:
         'paper_ids': 'arXiv:2308.00442', 'origin_url': 'https://github.com/LeapLabTHU/FLatten-Transformer',
         **kwargs,
     }
+
+
+def create_pyramid(
+        model_cls: type[nn.Module],
+        variant: str,
+        pretrained: bool,
+        filter_fn: Callable[[dict, nn.Module], dict[str, torch.Tensor]],
+        **kwargs,
+) -> nn.Module:
+    """Build a variant through timm, the maps of its `stages` being what `features_only=True` gives."""
+    out_indices = kwargs.pop('out_indices', (0, 1, 2, 3))
+    return build_released_model(
+        model_cls,
+        variant,
+        pretrained,
+        pretrained_filter_fn=filter_fn,
+        feature_cfg=dict(flatten_sequential=True, out_indices=out_indices),
+        **kwargs,
+    )
 
 
 def unwrap_state_dict(checkpoint: dict) -> dict[str, torch.Tensor]:

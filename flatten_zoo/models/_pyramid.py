@@ -7,9 +7,7 @@ from timm.models import checkpoint_seq
 from timm.models._features import feature_take_indices
 from torch import nn
 
-from ._released import build_released_model
-
-__all__ = ['PyramidStage', 'PyramidTransformer', 'create_pyramid']
+__all__ = ['PyramidStage', 'PyramidTransformer']
 
 torch.fx.wrap('resample_abs_pos_embed_nhwc')  # branches on sizes
 
@@ -214,16 +212,3 @@ class PyramidTransformer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.forward_head(self.forward_features(x))
-
-
-def create_pyramid(model_cls: type[PyramidTransformer], variant: str, pretrained: bool, filter_fn, **kwargs):
-    """Build a variant through timm, its stages being what `features_only=True` gives."""
-    out_indices = kwargs.pop('out_indices', tuple(range(4)))
-    return build_released_model(
-        model_cls,
-        variant,
-        pretrained,
-        pretrained_filter_fn=filter_fn,
-        feature_cfg=dict(flatten_sequential=True, out_indices=out_indices),
-        **kwargs,
-    )

@@ -28,13 +28,14 @@ from torch import nn
 
 from ..layers import FocusedLinearCore
 from ._flatten import (
+    create_pyramid,
     fit_position_tensors,
     flatten_cfg,
     flatten_position_tensors,
     resolve_attn_types,
     unwrap_state_dict,
 )
-from ._pyramid import PyramidStage, PyramidTransformer, create_pyramid
+from ._pyramid import PyramidStage, PyramidTransformer
 from ._released import official_url
 
 __all__ = ['FlattenCSwin']

@@ -17,6 +17,7 @@ from torch import nn
 
 from ..layers import FocusedLinearAttention
 from ._flatten import (
+    create_pyramid,
     fit_position_tensors,
     flatten_cfg,
     flatten_position_tensors,
@@ -26,7 +27,7 @@ from ._flatten import (
     unwrap_state_dict,
 )
 from ._patch_embed import PatchEmbed
-from ._pyramid import PyramidStage, PyramidTransformer, create_pyramid
+from ._pyramid import PyramidStage, PyramidTransformer
 from ._released import official_url
 
 __all__ = ['FlattenPVT']

@@ -16,6 +16,7 @@ from torch import nn
 
 from ..layers import FocusedLinearAttention
 from ._flatten import (
+    create_pyramid,
     fit_position_tensors,
     flatten_cfg,
     flatten_position_tensors,
@@ -24,7 +25,7 @@ from ._flatten import (
     split_qkv,
     unwrap_state_dict,
 )
-from ._released import build_released_model, official_url
+from ._released import official_url
 
 __all__ = ['FlattenPVTv2']
 
@@ -139,15 +140,7 @@ def official_state_dict(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.
 
 
 def _create_flatten_pvt_v2(variant: str, pretrained: bool = False, **kwargs) -> FlattenPVTv2:
-    out_indices = kwargs.pop('out_indices', (0, 1, 2, 3))
-    return build_released_model(
-        FlattenPVTv2,
-        variant,
-        pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg=dict(flatten_sequential=True, out_indices=out_indices),
-        **kwargs,
-    )
+    return create_pyramid(FlattenPVTv2, variant, pretrained, checkpoint_filter_fn, **kwargs)
 
 
 def _cfg(**kwargs) -> dict:
