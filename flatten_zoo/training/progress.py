@@ -60,7 +60,7 @@ class Progress:
         self.images += images
         if self.on_terminal:
             return self.done == self.total or time.monotonic() - self.shown > self.REFRESH
-        return self.done == self.total or self.done % self.interval == 0
+        return self.done % self.interval == 0
 
     def show(self, **figures: str) -> None:
         """Show figures, the speed and the time left."""
@@ -68,7 +68,7 @@ class Progress:
         elapsed = self.shown - self.started
         figures['images/s'] = f'{self.rate:.0f}'
         if self.on_terminal:
-            self.bar.set_postfix(figures, refresh=False)
+            self.bar.set_postfix(figures)
             return
         if self.total:
             figures['left'] = tqdm.format_interval(elapsed / self.done * (self.total - self.done))

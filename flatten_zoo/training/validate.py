@@ -79,6 +79,8 @@ def run_options(folder: Path, parser: OptionParser) -> dict[str, Any]:
         parser: Parser of `validate.py`.
     """
     path = folder / 'args.yaml'
+    if not path.is_file():
+        raise UsageError(f"--checkpoint '{folder}' is no output folder of train.py: it has no args.yaml")
     run = vars(train_parser().parse_args([])) | train_parser().check(read_options_file(path), source=path)
     shared = {name: run[name] for name in vars(parser.parse_args([])) if name in run}
     return shared | {
