@@ -1,0 +1,4 @@
+"""The attention operators, as plain modules."""
+from .focused_linear_attention import FocusedLinearAttention
+
+__all__ = ['FocusedLinearAttention']

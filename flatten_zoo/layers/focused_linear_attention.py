@@ -1,0 +1,172 @@
+"""Focused linear attention.
+
+Paper: `FLatten Transformer: Vision Transformer using Focused Linear Attention` (ICCV 2023)
+    - https://arxiv.org/abs/2308.00442
+"""
+import torch
+import torch.nn.functional as F
+from timm.layers import register_notrace_function, resample_abs_pos_embed_nhwc, to_2tuple
+from timm.layers.trace_utils import _assert
+from torch import nn
+
+__all__ = ['FocusedLinearAttention', 'focused_feature_map']
+
+
+@torch.fx.wrap
+@register_notrace_function  # reason: branches on the dtype
+def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.dtype == torch.float16 or x.dtype == torch.bfloat16 else x
+
+
+def focused_feature_map(x: torch.Tensor, scale: torch.Tensor, focusing_factor: float) -> torch.Tensor:
+    """The focused function of the paper (section 4.2, equations 5 and 6).
+
+    With φ(x) = (relu(x) + 1e-6) / softplus(scale), f(x) = φ(x)ᵖ · ‖φ(x)‖ / ‖φ(x)ᵖ‖: the norm of a token stays, its
+    direction is drawn towards its largest channels.
+
+    Args:
+        x: Queries or keys, shape (..., C).
+        scale: Learned scale before softplus, broadcastable to x.
+        focusing_factor: The power p.
+
+    Returns:
+        Positive features of x's shape, in float32 if x is of lower precision.
+    """
+    x = (F.relu(_at_least_float32(x)) + 1e-6) / F.softplus(_at_least_float32(scale))
+    # f(cx) = c f(x), so xᵖ may be taken of x over its maximum, where it neither overflows nor vanishes as a whole
+    focused = (x / x.detach().amax(dim=-1, keepdim=True)) ** focusing_factor
+    return focused * (x.norm(2, dim=-1, keepdim=True) / focused.norm(2, dim=-1, keepdim=True))
+
+
+class FocusedLinearAttention(nn.Module):
+    """Focused linear attention over a whole H × W grid (section 4), linear in H · W in time and memory.
+
+    With f the focused function, N = H · W, and heads of d channels:
+
+        O = f(Q) (f(K)ᵀ V / N) / (f(Q) · mean(f(K)) + 1e-6) + DWC(V)
+
+    where a positional encoding has been added to K, the mean is over positions, and DWC is a depthwise convolution of V
+    over the grid (section 4.3) whose d kernels are shared by the heads.
+
+    Shape:
+        - input: (B, H, W, dim)
+        - output: (B, H, W, dim)
+    """
+
+    def __init__(
+            self,
+            dim: int,
+            num_heads: int = 8,
+            grid_size: int | tuple[int, int] = 14,
+            head_dim: int | None = None,
+            focusing_factor: float = 3,
+            kernel_size: int = 5,
+            qkv_bias: bool = True,
+            proj_drop: float = 0.,
+            dynamic_grid_size: bool = False,
+            device=None,
+            dtype=None,
+    ):
+        """
+        Args:
+            dim: Number of input and output channels.
+            num_heads: Number of heads.
+            grid_size: Native grid (H, W) of the positional encoding.
+            head_dim: Channels per head, dim // num_heads if None.
+            focusing_factor: Power p of the focused function, > 0.
+            kernel_size: Size of the depthwise convolution, odd.
+            qkv_bias: Add a learned bias to queries, keys and values.
+            proj_drop: Dropout rate of the output.
+            dynamic_grid_size: Accept any grid, resampling the positional encoding to it.
+
+        Raises:
+            ValueError: An argument is out of its range, or num_heads does not divide dim.
+        """
+        super().__init__()
+        dd = {'device': device, 'dtype': dtype}
+        grid_size = to_2tuple(grid_size)
+        if dim <= 0 or num_heads <= 0:
+            raise ValueError(f'dim and num_heads must be positive, got dim={dim}, num_heads={num_heads}')
+        if head_dim is None and dim % num_heads:
+            raise ValueError(f'num_heads={num_heads} does not divide dim={dim}; choose a divisor or set head_dim')
+        if head_dim is not None and head_dim <= 0:
+            raise ValueError(f'head_dim must be positive, got {head_dim}')
+        if len(grid_size) != 2 or min(grid_size) <= 0:
+            raise ValueError(f'grid_size must be one or two positive sizes, got {grid_size}')
+        if focusing_factor <= 0:
+            raise ValueError(f'focusing_factor must be positive, got {focusing_factor}')
+        if kernel_size <= 0 or kernel_size % 2 == 0:
+            raise ValueError(f'kernel_size must be odd and positive, got {kernel_size}')
+        self.num_heads = num_heads
+        self.head_dim = head_dim or dim // num_heads
+        self.grid_size = grid_size
+        self.focusing_factor = float(focusing_factor)
+        self.dynamic_grid_size = dynamic_grid_size
+        attn_dim = num_heads * self.head_dim
+
+        self.qkv = nn.Linear(dim, 3 * attn_dim, bias=qkv_bias, **dd)
+        self.positional_encoding = nn.Parameter(torch.empty(1, *grid_size, attn_dim, **dd))
+        self.scale = nn.Parameter(torch.empty(1, 1, attn_dim, **dd))
+        self.dwc = nn.Conv2d(
+            self.head_dim, self.head_dim, kernel_size, padding=kernel_size // 2, groups=self.head_dim, **dd)
+        self.proj = nn.Linear(attn_dim, dim, **dd)
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start without positional encoding and with one scale for all channels."""
+        nn.init.zeros_(self.positional_encoding)
+        nn.init.zeros_(self.scale)
+
+    @torch.jit.ignore
+    def set_grid_size(self, grid_size: tuple[int, int]) -> None:
+        """Make (H, W) the native grid, resampling the positional encoding."""
+        self.grid_size = to_2tuple(grid_size)
+        with torch.no_grad():
+            self.positional_encoding = nn.Parameter(
+                resample_abs_pos_embed_nhwc(self.positional_encoding, self.grid_size),
+                requires_grad=self.positional_encoding.requires_grad,
+            )
+
+    def _positional_encoding(self, height: int, width: int) -> torch.Tensor:
+        if self.dynamic_grid_size:
+            return resample_abs_pos_embed_nhwc(self.positional_encoding, [height, width])
+        way_out = 'build the network with img_size= for this size, or with dynamic_img_size=True for any'
+        _assert(height == self.grid_size[0], f'Grid height ({height}) is not {self.grid_size[0]}; {way_out}.')
+        _assert(width == self.grid_size[1], f'Grid width ({width}) is not {self.grid_size[1]}; {way_out}.')
+        return self.positional_encoding
+
+    def _depthwise_conv(self, v: torch.Tensor) -> torch.Tensor:
+        # one channels-last convolution with the shared kernels laid out once per head, so that v stays as it is
+        weight = self.dwc.weight.repeat(self.num_heads, 1, 1, 1)
+        bias = self.dwc.bias
+        if bias is not None:  # always true, but TorchScript needs to see it
+            bias = bias.repeat(self.num_heads)
+        v = v.permute(0, 3, 1, 2)
+        return F.conv2d(v, weight, bias, padding=self.dwc.padding, groups=weight.shape[0]).permute(0, 2, 3, 1)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attention between projected queries, keys and values, each (B, H, W, num_heads · head_dim), as the result."""
+        B, H, W, C = q.shape
+        q = focused_feature_map(q, self.scale, self.focusing_factor)
+        k = focused_feature_map(k + self._positional_encoding(H, W), self.scale, self.focusing_factor)
+        dwc = self._depthwise_conv(v)
+
+        N = H * W
+        q = q.reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
+        k = k.reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
+        v = v.reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
+        # The equation, arranged as two weighted means so that every factor fits half precision: each channel of k
+        # averages v over the positions, and each q averages the channels. 1 / N goes half to k and half to v.
+        k_mean = k.mean(dim=-2, keepdim=True)
+        q = q * k_mean
+        q = q / (q.sum(dim=-1, keepdim=True) + 1e-6)
+        k = k / (k_mean.clamp(min=1e-30) * N ** 0.5)
+        context = k.to(v.dtype).transpose(-2, -1) @ (v * N ** -0.5)
+        out = q.to(v.dtype) @ context
+        return out.transpose(1, 2).reshape(B, H, W, C) + dwc
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        x = self.proj(self.attend(q, k, v))
+        return self.proj_drop(x)

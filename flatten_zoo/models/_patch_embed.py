@@ -1,0 +1,35 @@
+"""Non-overlapping patch embedding for every input size."""
+import timm.layers
+import torch
+import torch.nn.functional as F
+from timm.layers.trace_utils import _assert
+
+__all__ = ['PatchEmbed']
+
+
+class PatchEmbed(timm.layers.PatchEmbed):
+    """timm's patch embedding, which also pads the right and bottom edge of any size where sizes are free.
+
+    Takes timm's arguments. With `strict_img_size` the input must have the native size, and the error says how to get
+    around it; without, the grid is ⌈H / patch⌉ × ⌈W / patch⌉.
+
+    Shape:
+        - input: (B, in_chans, H, W)
+        - output: (B, H', W', embed_dim), or (B, H' · W', embed_dim) if no `output_fmt` is asked for
+    """
+
+    def __init__(self, *args, strict_img_size: bool = True, dynamic_img_pad: bool = False, **kwargs):
+        # timm leaves padding to a second flag; here free sizes always mean any size
+        super().__init__(
+            *args, strict_img_size=strict_img_size, dynamic_img_pad=dynamic_img_pad or not strict_img_size, **kwargs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        H, W = x.shape[-2], x.shape[-1]
+        if self.strict_img_size:
+            way_out = 'build it with img_size= for this size, or with dynamic_img_size=True for any'
+            _assert(H == self.img_size[0], f'Input height ({H}) is not the model\'s ({self.img_size[0]}); {way_out}.')
+            _assert(W == self.img_size[1], f'Input width ({W}) is not the model\'s ({self.img_size[1]}); {way_out}.')
+        else:
+            x = F.pad(x, (0, -W % self.patch_size[1], 0, -H % self.patch_size[0]))
+        x = self.norm(self.proj(x).permute(0, 2, 3, 1))
+        return x.flatten(1, 2) if self.flatten else x

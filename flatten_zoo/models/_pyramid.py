@@ -1,0 +1,157 @@
+"""What the zoo's own four-stage networks share: timm's contract around a sequence of stages."""
+from collections.abc import Sequence
+
+import torch
+from timm.layers import get_device_dtype
+from timm.models._features import feature_take_indices
+from torch import nn
+
+__all__ = ['PyramidTransformer']
+
+
+class PyramidTransformer(nn.Module):
+    """Stages that each halve the resolution, a final norm, average pooling and a linear classifier.
+
+    A stage maps (B, C, H, W) to (B, C', H', W'), and has an attribute `grad_checkpointing`. Stage i has stride 4 · 2ⁱ.
+    """
+
+    def __init__(
+            self,
+            stages: Sequence[nn.Module],
+            dims: Sequence[int],
+            num_classes: int = 1000,
+            in_chans: int = 3,
+            global_pool: str = 'avg',
+            drop_rate: float = 0.,
+            norm: nn.Module | None = None,
+            device=None,
+            dtype=None,
+    ):
+        """
+        Args:
+            stages: The stages, the first one taking the image.
+            dims: Number of output channels of each stage.
+            num_classes: Number of classes, 0 for no classifier.
+            in_chans: Number of image channels.
+            global_pool: 'avg', or '' for none.
+            drop_rate: Dropout rate before the classifier.
+            norm: Norm of the last stage's channels-last map, None for none.
+
+        Raises:
+            ValueError: Unknown global_pool.
+        """
+        super().__init__()
+        self.num_classes = num_classes
+        self.in_chans = in_chans
+        self._set_global_pool(global_pool)
+        self.num_features = self.head_hidden_size = dims[-1]
+        self.feature_info = [
+            dict(num_chs=dim, reduction=4 * 2 ** i, module=f'stages.{i}') for i, dim in enumerate(dims)]
+
+        self.stages = nn.Sequential(*stages)
+        self.norm = nn.Identity() if norm is None else norm
+        self.head_drop = nn.Dropout(drop_rate)
+        self.head = self._create_head(device=device, dtype=dtype)
+
+    def _set_global_pool(self, global_pool: str) -> None:
+        if global_pool not in ('avg', ''):
+            raise ValueError(f"global_pool must be 'avg' or '' (none), got '{global_pool}'")
+        self.global_pool = global_pool
+
+    def _create_head(self, **dd) -> nn.Module:
+        return nn.Linear(self.num_features, self.num_classes, **dd) if self.num_classes > 0 else nn.Identity()
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        return set()
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        for stage in self.stages:
+            stage.grad_checkpointing = enable
+
+    @torch.jit.ignore
+    def get_classifier(self) -> nn.Module:
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the classifier by a fresh one.
+
+        Args:
+            num_classes: Number of classes, 0 for no classifier.
+            global_pool: 'avg' or '', None to keep.
+        """
+        if global_pool is not None:
+            self._set_global_pool(global_pool)
+        self.num_classes = num_classes
+        self.head = self._create_head(**get_device_dtype(self)).train(self.training)
+
+    def forward_intermediates(
+            self,
+            x: torch.Tensor,
+            indices: int | list[int] | None = None,
+            norm: bool = False,
+            stop_early: bool = False,
+            output_fmt: str = 'NCHW',
+            intermediates_only: bool = False,
+    ) -> list[torch.Tensor] | tuple[torch.Tensor, list[torch.Tensor]]:
+        """Forward features that returns the maps of chosen stages.
+
+        Args:
+            x: Images, shape (B, C, H, W).
+            indices: Last n stages if int, all if None, the named ones if a sequence.
+            norm: Apply the final norm to the last stage's map.
+            stop_early: Stop after the last stage that is asked for.
+            output_fmt: 'NCHW', the only one.
+            intermediates_only: Return the maps alone.
+
+        Returns:
+            The final features and the list of maps, or the maps alone.
+        """
+        assert output_fmt == 'NCHW', 'Output shape must be NCHW.'
+        take_indices, max_index = feature_take_indices(len(self.stages), indices)
+        last = len(self.stages) - 1
+        intermediates = []
+        for i, stage in enumerate(self.stages[:max_index + 1] if stop_early else self.stages):
+            x = stage(x)
+            final = self._norm(x) if i == last else x
+            if i in take_indices:
+                intermediates.append(final if norm else x)
+        if intermediates_only:
+            return intermediates
+        return final, intermediates
+
+    def prune_intermediate_layers(
+            self,
+            indices: int | list[int] = 1,
+            prune_norm: bool = False,
+            prune_head: bool = True,
+    ) -> list[int]:
+        """Drop what the intermediates at `indices` don't need; returns the indices of the stages kept."""
+        take_indices, max_index = feature_take_indices(len(self.stages), indices)
+        prune_end = max_index < len(self.stages) - 1
+        self.stages = self.stages[:max_index + 1]
+        if prune_norm or prune_end:
+            self.norm = nn.Identity()
+        if prune_end:
+            self.num_features = self.head_hidden_size = self.feature_info[max_index]['num_chs']
+        if prune_head or prune_end:
+            self.reset_classifier(0, '')
+        return take_indices
+
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+        """Last stage's map, shape (B, C, H / 32, W / 32)."""
+        return self._norm(self.stages(x))
+
+    def forward_head(self, x: torch.Tensor, pre_logits: bool = False) -> torch.Tensor:
+        """Logits (B, num_classes), or pooled features (B, C), of the last stage's map."""
+        if self.global_pool == 'avg':
+            x = x.mean(dim=(-2, -1))
+        x = self.head_drop(x)
+        return x if pre_logits else self.head(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward_head(self.forward_features(x))

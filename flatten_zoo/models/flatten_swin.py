@@ -1,0 +1,164 @@
+"""FLatten-Swin: Swin Transformer with focused linear attention in its first stages.
+
+Papers:
+    * `FLatten Transformer: Vision Transformer using Focused Linear Attention` (ICCV 2023)
+        - https://arxiv.org/abs/2308.00442
+    * `Swin Transformer: Hierarchical Vision Transformer using Shifted Windows` (ICCV 2021)
+        - https://arxiv.org/abs/2103.14030
+"""
+from collections.abc import Sequence
+
+import torch
+from timm.layers import get_device_dtype
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, swin_transformer
+from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock
+from torch import nn
+
+from ..layers import FocusedLinearAttention
+from ._flatten import fit_position_tensors, flatten_cfg, resolve_attn_types, unwrap_state_dict
+from ._patch_embed import PatchEmbed
+
+__all__ = ['FlattenSwin']
+
+
+class FlattenSwinBlock(nn.Module):
+    """A Swin block whose attention is focused linear: over the whole (B, H, W, dim) map, no window, shift or mask."""
+
+    def __init__(self, block: SwinTransformerBlock, focusing_factor: float = 3, kernel_size: int = 5):
+        """
+        Args:
+            block: The block to take over: its norms, MLP and projections become part of this one.
+            focusing_factor: Power of the focused function.
+            kernel_size: Size of the attention's depthwise convolution.
+        """
+        super().__init__()
+        self.norm1 = block.norm1
+        self.attn = FocusedLinearAttention(
+            block.dim,
+            num_heads=block.attn.num_heads,
+            head_dim=block.attn.proj.in_features // block.attn.num_heads,
+            grid_size=block.input_resolution,
+            focusing_factor=focusing_factor,
+            kernel_size=kernel_size,
+            dynamic_grid_size=block.dynamic_mask,
+            **get_device_dtype(block),
+        )
+        self.attn.qkv = block.attn.qkv
+        self.attn.proj = block.attn.proj
+        self.attn.proj_drop = block.attn.proj_drop
+        self.drop_path1 = block.drop_path1
+        self.norm2 = block.norm2
+        self.mlp = block.mlp
+        self.drop_path2 = block.drop_path2
+
+    @torch.jit.ignore
+    def set_input_size(
+            self,
+            feat_size: tuple[int, int],
+            window_size: tuple[int, int],
+            always_partition: bool | None = None,
+    ) -> None:
+        """Resample the positional encoding; windows are those of the softmax stages."""
+        self.attn.set_grid_size(feat_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.drop_path1(self.attn(self.norm1(x)))
+        return x + self.drop_path2(self.mlp(self.norm2(x)))
+
+
+class FlattenSwin(SwinTransformer):
+    """Swin Transformer with focused linear attention over the whole grid in its linear stages."""
+
+    def __init__(
+            self,
+            img_size: int | tuple[int, int] = 224,
+            *,
+            attn_types: str | Sequence[str] = ('linear', 'linear', 'softmax', 'softmax'),
+            focusing_factor: float = 3,
+            kernel_size: int = 5,
+            embed_layer: type[nn.Module] = PatchEmbed,
+            **kwargs,
+    ):
+        """
+        Args:
+            img_size: Image size (H, W).
+            attn_types: 'linear' or 'softmax', for all stages or for each.
+            focusing_factor: Power of the focused function, linear stages only.
+            kernel_size: Size of the attention's depthwise convolution, linear stages only.
+            embed_layer: Patch embedding layer.
+            **kwargs: Arguments of timm's SwinTransformer. Those of windows and attention dropout concern the softmax
+                stages alone.
+        """
+        super().__init__(img_size, embed_layer=embed_layer, **kwargs)
+        for stage, attn_type in zip(self.layers, resolve_attn_types(attn_types, self.num_layers), strict=True):
+            if attn_type == 'linear':
+                stage.blocks = nn.Sequential(*[
+                    FlattenSwinBlock(block, focusing_factor, kernel_size) for block in stage.blocks])
+
+
+def checkpoint_filter_fn(checkpoint: dict, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Official FLatten-Swin checkpoint, or the zoo's own, to a state dict that fits the model.
+
+    Raises:
+        ValueError: The checkpoint has window attention in a stage where the model has linear attention.
+    """
+    state_dict = unwrap_state_dict(checkpoint)
+    parameters = dict(model.named_parameters())
+    for key in state_dict:
+        if key.endswith('relative_position_bias_table') and key not in parameters:
+            raise ValueError(
+                f"the checkpoint has window attention where the model has none ('{key}'); "
+                f'build the model with the attn_types of the checkpoint')
+    return fit_position_tensors(swin_transformer.checkpoint_filter_fn(state_dict, model), model)
+
+
+def _create_flatten_swin(variant: str, pretrained: bool = False, **kwargs) -> FlattenSwin:
+    out_indices = kwargs.pop('out_indices', tuple(range(len(kwargs['depths']))))
+    return build_model_with_cfg(
+        FlattenSwin,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),  # maps in NCHW, like every other backbone
+        **kwargs,
+    )
+
+
+def _cfg(**kwargs) -> dict:
+    return flatten_cfg(fixed_input_size=True, first_conv='patch_embed.proj', classifier='head.fc', **kwargs)
+
+
+default_cfgs = generate_default_cfgs({
+    'flatten_swin_t.leaplab_in1k': _cfg(),
+    'flatten_swin_s.leaplab_in1k': _cfg(),
+    'flatten_swin_b.leaplab_in1k': _cfg(),
+    'flatten_swin_b_384.leaplab_in1k': _cfg(input_size=(3, 384, 384), pool_size=(12, 12), crop_pct=1.0),
+})
+
+
+@register_model
+def flatten_swin_t(pretrained=False, **kwargs) -> FlattenSwin:
+    """FLatten-Swin-T @ 224x224"""
+    model_args = dict(window_size=7, embed_dim=96, depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24))
+    return _create_flatten_swin('flatten_swin_t', pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def flatten_swin_s(pretrained=False, **kwargs) -> FlattenSwin:
+    """FLatten-Swin-S @ 224x224"""
+    model_args = dict(window_size=7, embed_dim=96, depths=(2, 2, 18, 2), num_heads=(3, 6, 12, 24))
+    return _create_flatten_swin('flatten_swin_s', pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def flatten_swin_b(pretrained=False, **kwargs) -> FlattenSwin:
+    """FLatten-Swin-B @ 224x224"""
+    model_args = dict(window_size=7, embed_dim=128, depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32))
+    return _create_flatten_swin('flatten_swin_b', pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def flatten_swin_b_384(pretrained=False, **kwargs) -> FlattenSwin:
+    """FLatten-Swin-B @ 384x384"""
+    model_args = dict(window_size=12, embed_dim=128, depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32))
+    return _create_flatten_swin('flatten_swin_b_384', pretrained=pretrained, **dict(model_args, **kwargs))
