@@ -131,7 +131,7 @@ def test_defaults_are_possible():
 
 
 def test_written_options_are_read_back(tmp_path):
-    argv = '--lr 1e-5 --scale 0.5 1 --model-kwargs img_size=32 --model-ema'.split()
+    argv = ['--lr', '1e-5', '--scale', '0.5', '1', '--model-kwargs', 'img_size=32', '--model-ema']
     args = train_parser().parse_with_config(argv)
     write_options_file(tmp_path / 'args.yaml', args)
     assert train_parser().parse_with_config(['-c', str(tmp_path / 'args.yaml')]) == args

@@ -10,7 +10,7 @@ from torch import nn
 
 from flatten_zoo.errors import UsageError, unknown_name
 
-from .progress import log
+from .logs import log
 
 __all__ = ['build_model', 'build_training_model', 'resolve_device']
 

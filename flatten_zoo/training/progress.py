@@ -1,5 +1,4 @@
 """Progress of a long loop: a bar on a terminal, a line now and then elsewhere."""
-import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -7,17 +6,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-__all__ = ['Progress', 'log', 'setup_logging']
+from .interrupts import raise_if_interrupted
+from .logs import log
 
-log = logging.getLogger('flatten_zoo')
-
-
-def setup_logging() -> None:
-    """Send the zoo's messages to standard error as they are, and of the libraries' only warnings."""
-    logging.basicConfig(format='%(message)s', level=logging.WARNING)
-    logging.getLogger('timm.data.dataset').setLevel(logging.ERROR)  # an image it would skip is an error here
-    log.setLevel(logging.INFO)
-
+__all__ = ['Progress']
 
 class Progress:
     """Iterates over batches and shows how far it is.
@@ -46,9 +38,14 @@ class Progress:
                 disable=not self.on_terminal,
         ) as self.bar:
             self.started = time.monotonic()
-            for batch in self.batches:
-                yield batch
-                self.bar.update()
+            try:
+                for batch in self.batches:
+                    yield batch
+                    self.bar.update()
+                    raise_if_interrupted()
+            except RuntimeError:
+                raise_if_interrupted()  # it took the loader's processes along
+                raise
 
     def advance(self, images: int) -> bool:
         """Count a finished batch.

@@ -19,9 +19,10 @@ from .checkpoints import BEST, LAST, Checkpoints, load_weights
 from .config import write_options_file
 from .data import evaluation_loader, input_config, mixup_arguments, open_splits, training_loader
 from .engine import Trainer, evaluate
+from .interrupts import interrupts_between_batches, raise_if_interrupted
+from .logs import log, setup_logging
 from .models import build_training_model, resolve_device
 from .options import check_train_options, train_parser
-from .progress import log, setup_logging
 from .recipe import build_optimizer, build_scheduler, build_task
 from .report import draw_curves, figures_text, next_command
 
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = train_parser().parse_with_config(argv)
         check_train_options(args)
         run = prepare(args)
-        run.train()
+        with interrupts_between_batches():
+            run.train()
     except KeyboardInterrupt:
         last = run and run.folder / LAST
         if last and last.exists():
@@ -83,6 +85,7 @@ class Run:
         started = time.monotonic()
         first = self.args.start_epoch or 0
         for epoch in range(first, self.epochs):
+            raise_if_interrupted()
             label = f'epoch {epoch}/{self.epochs}'
             train_figures = self.trainer.train_epoch(epoch, label)
             figures = self._validate(epoch, label)

@@ -18,9 +18,10 @@ from .checkpoints import load_weights, run_checkpoint
 from .config import OptionParser, read_options_file
 from .data import check_classes, evaluation_loader, input_config, open_dataset
 from .engine import evaluate
+from .interrupts import interrupts_between_batches
+from .logs import log, setup_logging
 from .models import build_model, resolve_device
 from .options import check_validate_options, train_parser, validate_parser
-from .progress import log, setup_logging
 from .report import figures_text
 
 __all__ = ['main']
@@ -41,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup_logging()
     try:
         args = parse(argv)
-        results = validate(args)
+        with interrupts_between_batches():
+            results = validate(args)
     except KeyboardInterrupt:
         log.info('interrupted')
         return 130
