@@ -11,6 +11,8 @@ from torch import nn
 
 __all__ = ['FocusedLinearAttention', 'focused_feature_map']
 
+torch.fx.wrap('resample_abs_pos_embed_nhwc')  # branches on sizes
+
 
 @torch.fx.wrap
 @register_notrace_function  # reason: branches on the dtype

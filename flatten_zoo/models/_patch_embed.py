@@ -17,6 +17,7 @@ class PatchEmbed(timm.layers.PatchEmbed):
         - input: (B, in_chans, H, W)
         - output: (B, H', W', embed_dim), or (B, H' · W', embed_dim) if no `output_fmt` is asked for
     """
+    strict_img_size: torch.jit.Final[bool]
 
     def __init__(self, *args, strict_img_size: bool = True, dynamic_img_pad: bool = False, **kwargs):
         # timm leaves padding to a second flag; here free sizes always mean any size

@@ -31,6 +31,8 @@ from ._pyramid import PyramidTransformer
 
 __all__ = ['FlattenPVT']
 
+torch.fx.wrap('resample_abs_pos_embed_nhwc')  # branches on sizes
+
 
 class FlattenPVTBlock(nn.Module):
     """Attention and MLP, each with pre-norm and residual, over a (B, H, W, dim) map."""

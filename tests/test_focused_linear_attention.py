@@ -1,0 +1,208 @@
+"""FocusedLinearAttention against its equation written out, at the edges, and under torch's transformations."""
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from flatten_zoo.layers import FocusedLinearAttention
+
+
+def make_attention(dim=32, num_heads=2, grid_size=(6, 5), seed=0, dtype=torch.float64, **kwargs):
+    """An attention whose zero-initialised parameters are away from zero, as after training."""
+    torch.manual_seed(seed)
+    attn = FocusedLinearAttention(dim, num_heads=num_heads, grid_size=grid_size, **kwargs)
+    torch.nn.init.normal_(attn.scale, std=0.5)
+    torch.nn.init.normal_(attn.positional_encoding, std=0.2)
+    return attn.to(dtype)
+
+
+def attention_matrices(attn, x):
+    """Eq. of the operator, written out: linear attention (B, heads, N, N), depthwise convolution (d, N, N)."""
+    B, H, W, _ = x.shape
+    N, p = H * W, attn.focusing_factor
+    q, k, _ = attn.qkv(x).reshape(B, N, -1).chunk(3, dim=-1)
+    k = k + attn.positional_encoding.reshape(1, N, -1)
+
+    def f(y):
+        phi = (y.relu() + 1e-6) / F.softplus(attn.scale)
+        return phi ** p * phi.norm(dim=-1, keepdim=True) / (phi ** p).norm(dim=-1, keepdim=True)
+
+    q, k = (f(y).reshape(B, N, attn.num_heads, attn.head_dim).transpose(1, 2) for y in (q, k))
+    linear = (q @ k.transpose(-2, -1) / N) / (q @ k.mean(dim=-2).unsqueeze(-1) + 1e-6)
+
+    basis = torch.eye(N, dtype=x.dtype).reshape(N, 1, H, W).expand(-1, attn.head_dim, -1, -1)
+    depthwise = F.conv2d(basis, attn.dwc.weight, padding=attn.dwc.padding, groups=attn.head_dim)
+    return linear, depthwise.flatten(2).permute(1, 2, 0)
+
+
+def quadratic_forward(attn, x):
+    B, H, W, _ = x.shape
+    linear, depthwise = attention_matrices(attn, x)
+    v = attn.qkv(x).reshape(B, H * W, -1).chunk(3, dim=-1)[2]
+    v = v.reshape(B, H * W, attn.num_heads, attn.head_dim).transpose(1, 2)
+    out = linear @ v + torch.einsum('dnm,bhmd->bhnd', depthwise, v) + attn.dwc.bias
+    return attn.proj(out.transpose(1, 2).reshape(B, H, W, -1))
+
+
+@pytest.mark.parametrize('kwargs', [
+    dict(),
+    dict(num_heads=1),
+    dict(num_heads=8),
+    dict(head_dim=12),
+    dict(focusing_factor=1),
+    dict(focusing_factor=8, kernel_size=3),
+    dict(grid_size=(1, 1)),
+    dict(grid_size=(1, 9), kernel_size=7),
+    dict(qkv_bias=False),
+], ids=str)
+@pytest.mark.parametrize('batch_size', [1, 3])
+def test_equals_the_quadratic_form(kwargs, batch_size):
+    attn = make_attention(**kwargs)
+    x = torch.randn(batch_size, *attn.grid_size, 32, dtype=torch.float64)
+    torch.testing.assert_close(attn(x), quadratic_forward(attn, x), rtol=1e-9, atol=1e-12)
+
+
+def test_gradients():
+    attn = make_attention(dim=4, num_heads=2, grid_size=(2, 3), kernel_size=3)
+    x = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
+    names, parameters = zip(*attn.named_parameters(), strict=True)
+
+    def forward(x, *values):
+        return torch.func.functional_call(attn, dict(zip(names, values, strict=True)), (x,))
+
+    assert torch.autograd.gradcheck(forward, (x, *parameters))
+
+
+def test_depthwise_term_makes_the_attention_full_rank():
+    """Section 4.3 and figure 5 of the paper, on its 14 × 14 grid."""
+    attn = make_attention(dim=64, num_heads=2, grid_size=14)
+    linear, depthwise = attention_matrices(attn, torch.randn(1, 14, 14, 64, dtype=torch.float64))
+    assert torch.linalg.matrix_rank(linear[0]).tolist() == [32, 32]
+    full = torch.linalg.matrix_rank(linear[0, :, None] + depthwise)  # every head with every channel's kernel
+    assert (full == 196).all()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the element count of the largest tensor that any operation makes."""
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.numel = max(self.numel, *(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor)), 0)
+        return out
+
+
+def test_cost_is_linear_in_positions():
+    def cost(side):
+        attn = FocusedLinearAttention(8, num_heads=2, grid_size=side)
+        x = torch.randn(1, side, side, 8, requires_grad=True)
+        with FlopCounterMode(display=False) as flops, LargestTensor() as largest:
+            attn(x).sum().backward()
+        assert largest.numel == 3 * side ** 2 * 8  # q, k and v, and nothing beyond
+        return flops.get_total_flops()
+
+    assert cost(32) == 4 * cost(16)
+
+
+@pytest.mark.parametrize(('dtype', 'autocast'), [
+    (torch.float32, False),
+    (torch.bfloat16, False),
+    (torch.float16, False),
+    (torch.bfloat16, True),
+    (torch.float16, True),
+], ids=str)
+@pytest.mark.parametrize('make_input', [
+    torch.zeros_like,
+    torch.ones_like,
+    lambda x: x,
+    lambda x: 1e-4 * x,
+    lambda x: 1e4 * x,
+    lambda x: torch.where(torch.arange(5)[:, None] == 2, 0., x),
+], ids=['zero', 'constant', 'normal', 'tiny', 'huge', 'some zero tokens'])
+def test_low_precision_is_finite_and_close(dtype, autocast, make_input):
+    exact = make_attention()
+    x = make_input(torch.randn(2, 6, 5, 32))
+    gradient = torch.randn(2, 6, 5, 32) / x.abs().max().clamp(min=1)
+    attn = copy.deepcopy(exact).to(torch.float32 if autocast else dtype)
+
+    def run(attn, x):
+        x = x.detach().clone().requires_grad_()
+        with torch.autocast('cpu', dtype, enabled=autocast and attn is not exact):
+            y = attn(x)
+        y.backward(gradient.to(y.dtype))
+        return y.double(), torch.cat([t.grad.double().flatten() for t in (x, *attn.parameters())])
+
+    epsilon = torch.finfo(dtype).eps
+    for actual, expected in zip(run(attn, x.to(attn.scale.dtype)), run(exact, x.double()), strict=True):
+        assert actual.isfinite().all()
+        assert (actual - expected).norm() <= 8 * epsilon * expected.norm()
+
+
+def test_resamples_its_encoding_only_where_allowed():
+    x = torch.randn(1, 7, 10, 32, dtype=torch.float64)
+    with pytest.raises(AssertionError, match=r'\(7\) is not 6; .*img_size=.*dynamic_img_size=True'):
+        make_attention()(x)
+    with pytest.raises(AssertionError, match=r'\(10\) is not 5'):
+        make_attention()(x[:, :6])
+    dynamic = make_attention(dynamic_grid_size=True)
+    fixed = copy.deepcopy(dynamic)
+    fixed.positional_encoding.requires_grad_(False)
+    fixed.set_grid_size((7, 10))
+    assert fixed.positional_encoding.shape == (1, 7, 10, 32) and not fixed.positional_encoding.requires_grad
+    torch.testing.assert_close(dynamic(x), fixed(x), rtol=1e-9, atol=1e-12)
+    for grid in [(1, 1), (1, 3), (13, 2), (6, 5)]:
+        assert dynamic(torch.randn(2, *grid, 32, dtype=torch.float64)).shape == (2, *grid, 32)
+
+
+@pytest.mark.parametrize('dynamic', [False, True], ids=['fixed', 'dynamic'])
+def test_torch_transformations_change_nothing(dynamic):
+    attn = make_attention(dtype=torch.float32, dynamic_grid_size=dynamic).eval()
+    x = torch.randn(2, 6, 5, 32)
+    y = attn(x)
+    torch.testing.assert_close(torch.compile(attn, fullgraph=True, backend='aot_eager')(x), y)
+    torch.testing.assert_close(torch.jit.script(attn)(x), y)
+    torch.testing.assert_close(torch.fx.symbolic_trace(attn)(x), y)
+
+
+@pytest.mark.parametrize('dynamic', [False, True], ids=['fixed', 'dynamic'])
+def test_exported_program_serves_other_sizes(dynamic):
+    attn = make_attention(dtype=torch.float32, dynamic_grid_size=dynamic).eval()
+    auto = torch.export.Dim.AUTO
+    shapes = ({0: auto, 1: auto, 2: auto} if dynamic else {0: auto},)
+    program = torch.export.export(attn, (torch.randn(2, 6, 5, 32),), dynamic_shapes=shapes).module()
+    for shape in [(2, 6, 5, 32), (5, 6, 5, 32)] + ([(3, 9, 4, 32), (1, 2, 7, 32)] if dynamic else []):
+        x = torch.randn(shape)
+        torch.testing.assert_close(program(x), attn(x))
+
+
+def test_compiles_with_inductor():
+    attn = make_attention(dtype=torch.float32)
+    x = torch.randn(2, 6, 5, 32)
+    torch.testing.assert_close(torch.compile(attn, fullgraph=True)(x), attn(x), rtol=1e-4, atol=1e-5)
+
+
+def test_meta_device():
+    attn = FocusedLinearAttention(32, num_heads=2, grid_size=(6, 5), device='meta', dtype=torch.bfloat16)
+    y = attn(torch.empty(2, 6, 5, 32, device='meta', dtype=torch.bfloat16))
+    assert y.shape == (2, 6, 5, 32) and y.is_meta and y.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(('name', 'value'), [
+    ('num_heads', 3),
+    ('num_heads', 0),
+    ('dim', -4),
+    ('head_dim', 0),
+    ('grid_size', (0, 4)),
+    ('grid_size', (2, 3, 4)),
+    ('focusing_factor', 0),
+    ('kernel_size', 4),
+    ('kernel_size', -1),
+])
+def test_bad_arguments_are_named(name, value):
+    with pytest.raises(ValueError, match=name) as error:
+        FocusedLinearAttention(**{'dim': 32, 'num_heads': 4, name: value})
+    assert str(value) in str(error.value)
