@@ -292,6 +292,10 @@ def test_missing_or_empty_data(tmp_path, capsys, images):
     line = refused(capsys, images, '--val-split', 'test')
     assert f"no split 'test' in '{images}', which has train, validation" in line
     assert "no split 'train'" in refused(capsys, images / 'train')
+    (tmp_path / 'train' / 'red').rmdir()
+    (tmp_path / 'train').rmdir()
+    (tmp_path / 'mine').symlink_to(images / 'train')
+    assert "no split 'yours'" in refused(capsys, tmp_path, '--train-split', 'mine', '--val-split', 'yours')
 
 
 def test_wrong_number_of_classes(tmp_path, capsys, images):

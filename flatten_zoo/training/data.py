@@ -52,7 +52,9 @@ class CheckedImages(Dataset):
     def __getitem__(self, index: int) -> tuple[Any, int]:
         try:
             return self.dataset[index]
-        except (OSError, RuntimeError, SyntaxError) as e:
+        except (OSError, SyntaxError, RuntimeError) as e:
+            if isinstance(e, RuntimeError) and not str(e).startswith('Failed to load'):  # timm's words for it
+                raise
             raise UnreadableImage(f'cannot read the image {self._name(index)}; remove or replace it') from e
 
     def _name(self, index: int) -> str:
@@ -66,9 +68,10 @@ def open_dataset(
         args: argparse.Namespace,
         split: str,
         channels: int,
-        is_training: bool,
         batch_size: int,
         num_samples: int | None,
+        is_training: bool = False,
+        alone_is_fine: bool = False,
 ) -> Dataset:
     """The data set that the options name.
 
@@ -76,16 +79,17 @@ def open_dataset(
         args: Options of `train.py` or `validate.py`.
         split: Name of the split.
         channels: Image channels, which decide the colour mode if none is given.
-        is_training: Whether streams are shuffled and repeated.
         batch_size: Images per batch, for streams.
         num_samples: Number of images, for streams that do not know it.
+        is_training: Whether streams are shuffled and repeated.
+        alone_is_fine: Whether the data folder may itself be the split, if it holds no other.
 
     Raises:
         UsageError: No such data, no such split, nothing in it, or a missing package.
     """
     root = args.data_dir
     if not args.dataset or args.dataset == 'torch/image_folder':
-        root = find_split(root, split, alone_is_fine=not is_training)
+        root = find_split(root, split, alone_is_fine)
     try:
         dataset = create_dataset(
             args.dataset, root=root, split=split, search_split=False, is_training=is_training,
@@ -170,14 +174,12 @@ def check_same_classes(train: Dataset, validation: Dataset) -> None:
 def open_splits(args: argparse.Namespace, channels: int) -> tuple[Dataset, Dataset | None]:
     """The training split, and the validation split unless `--val-split ''`; both with the model's classes."""
     train_set = open_dataset(
-        args, args.train_split, channels, is_training=True, batch_size=args.batch_size,
-        num_samples=args.train_num_samples)
+        args, args.train_split, channels, args.batch_size, args.train_num_samples, is_training=True)
     check_classes(train_set, args.num_classes, args.model)
     if not args.val_split:
         return train_set, None
     eval_set = open_dataset(
-        args, args.val_split, channels, is_training=False, batch_size=args.validation_batch_size or args.batch_size,
-        num_samples=args.val_num_samples)
+        args, args.val_split, channels, args.validation_batch_size or args.batch_size, args.val_num_samples)
     check_same_classes(train_set, eval_set)
     return train_set, eval_set
 

@@ -114,8 +114,7 @@ def validate(args: argparse.Namespace) -> dict[str, Any]:
         model, pooled = apply_test_time_pool(model, config)
         config['crop_pct'] = 1.0 if pooled else config['crop_pct']
     dataset = open_dataset(
-        args, args.split, config['input_size'][0], is_training=False, batch_size=args.batch_size,
-        num_samples=args.num_samples)
+        args, args.split, config['input_size'][0], args.batch_size, args.num_samples, alone_is_fine=True)
     check_classes(dataset, num_classes, args.model)
     loader = evaluation_loader(args, dataset, config, device, args.batch_size, args.crop_border_pixels)
     evaluator = ClassificationEvaluator(device=device)
