@@ -162,6 +162,14 @@ def test_learning_rates_follow_the_schedule(tmp_path, images):
     np.testing.assert_allclose([float(row['lr']) for row in summary(folder)], expected)
 
 
+def test_later_start_continues_the_schedule(tmp_path, images, capsys):
+    options = ('--epochs', 3, '--sched', 'step', '--decay-epochs', 1)
+    folder = train(tmp_path, images, *options, '--start-epoch', 1)
+    assert [row['epoch'] for row in summary(folder)] == ['1', '2']
+    np.testing.assert_allclose([float(row['lr']) for row in summary(folder)], [0.002, 0.0002])
+    assert '--start-epoch 3' in refused(capsys, images, *options, '--start-epoch', 3)
+
+
 def test_learning_rate_scales_with_the_batch(tmp_path, images):
     argv = [word for word in TINY if word not in ('--lr', '0.02')]
     for opt, expected in (('sgd', 0.1 * 6 / 24), ('adamw', 0.1 * (6 / 24) ** 0.5)):
@@ -170,6 +178,7 @@ def test_learning_rate_scales_with_the_batch(tmp_path, images):
         assert yaml.safe_load((tmp_path / opt / 'args.yaml').read_text())['lr'] == pytest.approx(expected)
 
 
+@pytest.mark.filterwarnings('ignore:PlateauLRScheduler', 'ignore:Using backward')
 @pytest.mark.parametrize('argv', [
     '--mixup 0.8 --cutmix 1.0 --smoothing 0.1 --mixup-off-epoch 1 --epochs 2',
     '--mixup 0.8 --no-prefetcher --bce-loss --bce-target-thresh 0.2',

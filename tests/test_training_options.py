@@ -115,6 +115,7 @@ def test_mistakes_on_the_command_line_are_named(argv, message):
     ('--scale 1 0.5', '--scale [1.0, 0.5]: must be two positive numbers'),
     ('--mean 1 2', '--mean [1.0, 2.0]: must be one value, or one for each of 3 channels'),
     ('--opt adamx', "unknown optimizer 'adamx'; did you mean"),
+    ('--sched plateau --val-interval 2', '--sched plateau needs a validation after every epoch'),
     ('--aug-splits 1', '--aug-splits 1'),
     ('--aug-splits 2 --mixup 0.1', '--aug-splits does not go with --mixup'),
     ('--jsd-loss', '--jsd-loss needs --aug-splits'),

@@ -274,6 +274,8 @@ def check_train_options(args: argparse.Namespace) -> None:
     if optimizer not in list_optimizers():
         raise unknown_name('optimizer', args.opt, list_optimizers())
     mixing = args.mixup > 0 or args.cutmix > 0 or args.cutmix_minmax is not None
+    if args.sched == 'plateau' and (not args.val_split or args.val_interval > 1):
+        raise UsageError('--sched plateau needs a validation after every epoch: --val-split and --val-interval 1')
     if args.aug_splits == 1:
         raise UsageError('--aug-splits 1: a split needs at least 2, and 0 means none')
     if args.aug_splits and mixing:

@@ -61,6 +61,8 @@ def build_scheduler(
             optimizer, **scheduler_kwargs(args), updates_per_epoch=updates_per_epoch)
     except (AssertionError, ValueError) as e:
         raise UsageError(f"cannot build the schedule '{args.sched}': {e}") from e
+    if (args.start_epoch or 0) >= epochs:
+        raise UsageError(f'--start-epoch {args.start_epoch}: the schedule ends after {epochs} epochs')
     if scheduler is not None and args.start_epoch:
         scheduler.step_update(args.start_epoch * updates_per_epoch)
         scheduler.step(args.start_epoch)

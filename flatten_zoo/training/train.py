@@ -11,6 +11,7 @@ from typing import Any
 from timm.data import Mixup
 from timm.utils import get_outdir, random_seed, update_summary
 from torch import nn
+from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from flatten_zoo.errors import UsageError
@@ -158,7 +159,7 @@ def prepare(args: argparse.Namespace) -> Run:
     train_set, eval_set = open_splits(args, channels=config['input_size'][0])
     loader = training_loader(args, train_set, config, device)
     eval_batch = args.validation_batch_size or args.batch_size
-    loader_eval = evaluation_loader(args, eval_set, config, device, eval_batch) if eval_set else None
+    loader_eval = evaluation_loader(args, eval_set, config, device, eval_batch) if eval_set is not None else None
 
     task = build_task(args, model.to(device), device)
     optimizer = build_optimizer(args, model)
@@ -176,8 +177,15 @@ def prepare(args: argparse.Namespace) -> Run:
     log.info(
         '%s with %.2f M parameters on %s: %s images, %d classes, %s for training and %s for validation', args.model,
         sum(p.numel() for p in model.parameters()) / 1e6, device, ' × '.join(map(str, config['input_size'])),
-        args.num_classes, len(train_set) or 'a stream', (len(eval_set) or 'a stream') if eval_set else 'none')
+        args.num_classes, size_text(train_set), size_text(eval_set))
     return Run(args, folder, trainer, loader_eval, saver, epochs)
+
+
+def size_text(dataset: Dataset | None) -> str:
+    """How many images there are, as far as that is known."""
+    if dataset is None:
+        return 'none'
+    return str(len(dataset) or 'a stream')
 
 
 def output_folder(args: argparse.Namespace, size: int) -> Path:
