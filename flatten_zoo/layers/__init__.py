@@ -1,4 +1,4 @@
 """The attention operators, as plain modules."""
-from .focused_linear_attention import FocusedLinearAttention
+from .focused_linear_attention import FocusedLinearAttention, FocusedLinearCore
 
-__all__ = ['FocusedLinearAttention']
+__all__ = ['FocusedLinearAttention', 'FocusedLinearCore']

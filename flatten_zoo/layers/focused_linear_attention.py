@@ -9,7 +9,7 @@ from timm.layers import register_notrace_function, resample_abs_pos_embed_nhwc, 
 from timm.layers.trace_utils import _assert
 from torch import nn
 
-__all__ = ['FocusedLinearAttention', 'focused_feature_map']
+__all__ = ['FocusedLinearAttention', 'FocusedLinearCore', 'focused_feature_map']
 
 torch.fx.wrap('resample_abs_pos_embed_nhwc')  # branches on sizes
 
@@ -40,59 +40,45 @@ def focused_feature_map(x: torch.Tensor, scale: torch.Tensor, focusing_factor: f
     return focused * (x.norm(2, dim=-1, keepdim=True) / focused.norm(2, dim=-1, keepdim=True))
 
 
-class FocusedLinearAttention(nn.Module):
-    """Focused linear attention over a whole H × W grid (section 4), linear in H · W in time and memory.
+class FocusedLinearCore(nn.Module):
+    """Focused linear attention (section 4) between queries, keys and values that are given.
 
-    With f the focused function, N = H · W, and heads of d channels:
+    With f the focused function, N = H · W positions, and heads of d channels:
 
         O = f(Q) (f(K)ᵀ V / N) / (f(Q) · mean(f(K)) + 1e-6) + DWC(V)
 
     where a positional encoding has been added to K, the mean is over positions, and DWC is a depthwise convolution of V
-    over the grid (section 4.3) whose d kernels are shared by the heads.
-
-    Shape:
-        - input: (B, H, W, dim)
-        - output: (B, H, W, dim)
+    over the grid (section 4.3) whose d kernels are shared by the heads. Time and memory are linear in N.
     """
 
     def __init__(
             self,
-            dim: int,
-            num_heads: int = 8,
-            grid_size: int | tuple[int, int] = 14,
-            head_dim: int | None = None,
+            num_heads: int,
+            head_dim: int,
+            grid_size: int | tuple[int, int],
             focusing_factor: float = 3,
             kernel_size: int = 5,
-            qkv_bias: bool = True,
-            proj_drop: float = 0.,
             dynamic_grid_size: bool = False,
             device=None,
             dtype=None,
     ):
         """
         Args:
-            dim: Number of input and output channels.
             num_heads: Number of heads.
+            head_dim: Channels per head.
             grid_size: Native grid (H, W) of the positional encoding.
-            head_dim: Channels per head, dim // num_heads if None.
             focusing_factor: Power p of the focused function, > 0.
             kernel_size: Size of the depthwise convolution, odd.
-            qkv_bias: Add a learned bias to queries, keys and values.
-            proj_drop: Dropout rate of the output.
             dynamic_grid_size: Accept any grid, resampling the positional encoding to it.
 
         Raises:
-            ValueError: An argument is out of its range, or num_heads does not divide dim.
+            ValueError: An argument is out of its range.
         """
         super().__init__()
         dd = {'device': device, 'dtype': dtype}
         grid_size = to_2tuple(grid_size)
-        if dim <= 0 or num_heads <= 0:
-            raise ValueError(f'dim and num_heads must be positive, got dim={dim}, num_heads={num_heads}')
-        if head_dim is None and dim % num_heads:
-            raise ValueError(f'num_heads={num_heads} does not divide dim={dim}; choose a divisor or set head_dim')
-        if head_dim is not None and head_dim <= 0:
-            raise ValueError(f'head_dim must be positive, got {head_dim}')
+        if num_heads <= 0 or head_dim <= 0:
+            raise ValueError(f'num_heads and head_dim must be positive, got {num_heads} and {head_dim}')
         if len(grid_size) != 2 or min(grid_size) <= 0:
             raise ValueError(f'grid_size must be one or two positive sizes, got {grid_size}')
         if focusing_factor <= 0:
@@ -100,19 +86,14 @@ class FocusedLinearAttention(nn.Module):
         if kernel_size <= 0 or kernel_size % 2 == 0:
             raise ValueError(f'kernel_size must be odd and positive, got {kernel_size}')
         self.num_heads = num_heads
-        self.head_dim = head_dim or dim // num_heads
+        self.head_dim = head_dim
         self.grid_size = grid_size
         self.focusing_factor = float(focusing_factor)
         self.dynamic_grid_size = dynamic_grid_size
-        attn_dim = num_heads * self.head_dim
 
-        self.qkv = nn.Linear(dim, 3 * attn_dim, bias=qkv_bias, **dd)
-        self.positional_encoding = nn.Parameter(torch.empty(1, *grid_size, attn_dim, **dd))
-        self.scale = nn.Parameter(torch.empty(1, 1, attn_dim, **dd))
-        self.dwc = nn.Conv2d(
-            self.head_dim, self.head_dim, kernel_size, padding=kernel_size // 2, groups=self.head_dim, **dd)
-        self.proj = nn.Linear(attn_dim, dim, **dd)
-        self.proj_drop = nn.Dropout(proj_drop)
+        self.positional_encoding = nn.Parameter(torch.empty(1, *grid_size, num_heads * head_dim, **dd))
+        self.scale = nn.Parameter(torch.empty(1, 1, num_heads * head_dim, **dd))
+        self.dwc = nn.Conv2d(head_dim, head_dim, kernel_size, padding=kernel_size // 2, groups=head_dim, **dd)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -148,7 +129,7 @@ class FocusedLinearAttention(nn.Module):
         return F.conv2d(v, weight, bias, padding=self.dwc.padding, groups=weight.shape[0]).permute(0, 2, 3, 1)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attention between projected queries, keys and values, each (B, H, W, num_heads · head_dim), as the result."""
+        """Output O (B, H, W, num_heads · head_dim) for queries, keys and values of that shape."""
         B, H, W, C = q.shape
         q = focused_feature_map(q, self.scale, self.focusing_factor)
         k = focused_feature_map(k + self._positional_encoding(H, W), self.scale, self.focusing_factor)
@@ -167,6 +148,63 @@ class FocusedLinearAttention(nn.Module):
         context = k.to(v.dtype).transpose(-2, -1) @ (v * N ** -0.5)
         out = q.to(v.dtype) @ context
         return out.transpose(1, 2).reshape(B, H, W, C) + dwc
+
+
+class FocusedLinearAttention(FocusedLinearCore):
+    """Multi-head focused linear attention over a whole grid, with its projections.
+
+    Shape:
+        - input: (B, H, W, dim)
+        - output: (B, H, W, dim)
+    """
+
+    def __init__(
+            self,
+            dim: int,
+            num_heads: int = 8,
+            grid_size: int | tuple[int, int] = 14,
+            head_dim: int | None = None,
+            focusing_factor: float = 3,
+            kernel_size: int = 5,
+            qkv_bias: bool = True,
+            proj_drop: float = 0.,
+            dynamic_grid_size: bool = False,
+            device=None,
+            dtype=None,
+    ):
+        """
+        Args:
+            dim: Number of input and output channels.
+            num_heads: Number of heads.
+            grid_size: Native grid (H, W) of the positional encoding.
+            head_dim: Channels per head, dim // num_heads if None.
+            focusing_factor: Power p of the focused function, > 0.
+            kernel_size: Size of the depthwise convolution, odd.
+            qkv_bias: Add a learned bias to queries, keys and values.
+            proj_drop: Dropout rate of the output.
+            dynamic_grid_size: Accept any grid, resampling the positional encoding to it.
+
+        Raises:
+            ValueError: An argument is out of its range, or num_heads does not divide dim.
+        """
+        dd = {'device': device, 'dtype': dtype}
+        if dim <= 0 or num_heads <= 0:
+            raise ValueError(f'dim and num_heads must be positive, got dim={dim}, num_heads={num_heads}')
+        if head_dim is None and dim % num_heads:
+            raise ValueError(f'num_heads={num_heads} does not divide dim={dim}; choose a divisor or set head_dim')
+        super().__init__(
+            num_heads,
+            dim // num_heads if head_dim is None else head_dim,
+            grid_size,
+            focusing_factor=focusing_factor,
+            kernel_size=kernel_size,
+            dynamic_grid_size=dynamic_grid_size,
+            **dd,
+        )
+        attn_dim = self.num_heads * self.head_dim
+        self.qkv = nn.Linear(dim, 3 * attn_dim, bias=qkv_bias, **dd)
+        self.proj = nn.Linear(attn_dim, dim, **dd)
+        self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(x).chunk(3, dim=-1)

@@ -2,22 +2,61 @@
 from collections.abc import Sequence
 
 import torch
-from timm.layers import get_device_dtype
+from timm.layers import get_device_dtype, resample_abs_pos_embed_nhwc, trunc_normal_
+from timm.models import build_model_with_cfg, checkpoint_seq
 from timm.models._features import feature_take_indices
 from torch import nn
 
-__all__ = ['PyramidTransformer']
+__all__ = ['PyramidStage', 'PyramidTransformer', 'create_pyramid']
+
+torch.fx.wrap('resample_abs_pos_embed_nhwc')  # branches on sizes
 
 
-class PyramidTransformer(nn.Module):
-    """Stages that each halve the resolution, a final norm, average pooling and a linear classifier.
+class PyramidStage(nn.Module):
+    """Patch embedding, position embedding if there is one, and blocks.
 
-    A stage maps (B, C, H, W) to (B, C', H', W'), and has an attribute `grad_checkpointing`. Stage i has stride 4 · 2ⁱ.
+    Shape:
+        - input: (B, C, H, W)
+        - output: (B, C', H', W')
     """
 
     def __init__(
             self,
-            stages: Sequence[nn.Module],
+            patch_embed: nn.Module,
+            blocks: Sequence[nn.Module],
+            pos_embed: nn.Parameter | None = None,
+    ):
+        """
+        Args:
+            patch_embed: Maps (B, C, H, W) to (B, H', W', C').
+            blocks: Each maps (B, H', W', C') to the same shape.
+            pos_embed: Position embedding (1, H', W', C') of the native grid, resampled for others; None for none.
+        """
+        super().__init__()
+        self.grad_checkpointing = False
+        self.patch_embed = patch_embed
+        self.pos_embed = pos_embed
+        self.blocks = nn.Sequential(*blocks)
+        if pos_embed is not None:
+            trunc_normal_(self.pos_embed, std=.02)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.patch_embed(x)
+        if self.pos_embed is not None:
+            x = x + resample_abs_pos_embed_nhwc(self.pos_embed, [x.shape[1], x.shape[2]])
+        if self.grad_checkpointing and not torch.jit.is_scripting():
+            x = checkpoint_seq(self.blocks, x)
+        else:
+            x = self.blocks(x)
+        return x.permute(0, 3, 1, 2)
+
+
+class PyramidTransformer(nn.Module):
+    """Stages of strides 4, 8, 16, …, a final norm, average pooling and a linear classifier."""
+
+    def __init__(
+            self,
+            stages: Sequence[PyramidStage],
             dims: Sequence[int],
             num_classes: int = 1000,
             in_chans: int = 3,
@@ -52,6 +91,13 @@ class PyramidTransformer(nn.Module):
         self.norm = nn.Identity() if norm is None else norm
         self.head_drop = nn.Dropout(drop_rate)
         self.head = self._create_head(device=device, dtype=dtype)
+        self.apply(self._init_weights)
+
+    def _init_weights(self, m: nn.Module) -> None:
+        if isinstance(m, nn.Linear):
+            trunc_normal_(m.weight, std=.02)
+            if m.bias is not None:
+                nn.init.zeros_(m.bias)
 
     def _set_global_pool(self, global_pool: str) -> None:
         if global_pool not in ('avg', ''):
@@ -64,6 +110,17 @@ class PyramidTransformer(nn.Module):
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         return set()
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict:
+        return dict(
+            stem=r'^stages\.0\.(?:patch_embed|pos_embed)',
+            blocks=r'^stages\.(\d+)' if coarse else [
+                (r'^stages\.(\d+)\.(?:patch_embed|pos_embed)', (0,)),
+                (r'^stages\.(\d+)\.blocks\.(\d+)', None),
+                (r'^norm', (99999,)),
+            ],
+        )
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -155,3 +212,16 @@ class PyramidTransformer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.forward_head(self.forward_features(x))
+
+
+def create_pyramid(model_cls: type[PyramidTransformer], variant: str, pretrained: bool, filter_fn, **kwargs):
+    """Build a variant through timm, its stages being what `features_only=True` gives."""
+    out_indices = kwargs.pop('out_indices', tuple(range(4)))
+    return build_model_with_cfg(
+        model_cls,
+        variant,
+        pretrained,
+        pretrained_filter_fn=filter_fn,
+        feature_cfg=dict(flatten_sequential=True, out_indices=out_indices),
+        **kwargs,
+    )

@@ -10,28 +10,17 @@ import re
 from collections.abc import Sequence
 
 import torch
-from timm.layers import (
-    DropPath,
-    LayerNorm,
-    Mlp,
-    calculate_drop_path_rates,
-    resample_abs_pos_embed_nhwc,
-    to_2tuple,
-    to_ntuple,
-    trunc_normal_,
-)
-from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_cfgs, register_model
+from timm.layers import DropPath, LayerNorm, Mlp, calculate_drop_path_rates, to_2tuple, to_ntuple
+from timm.models import generate_default_cfgs, register_model
 from timm.models.pvt_v2 import Attention
 from torch import nn
 
 from ..layers import FocusedLinearAttention
 from ._flatten import fit_position_tensors, flatten_cfg, fuse_qkv, resolve_attn_types, unwrap_state_dict
 from ._patch_embed import PatchEmbed
-from ._pyramid import PyramidTransformer
+from ._pyramid import PyramidStage, PyramidTransformer, create_pyramid
 
 __all__ = ['FlattenPVT']
-
-torch.fx.wrap('resample_abs_pos_embed_nhwc')  # branches on sizes
 
 
 class FlattenPVTBlock(nn.Module):
@@ -105,51 +94,6 @@ class FlattenPVTBlock(nn.Module):
         return x + self.drop_path2(self.mlp(self.norm2(x)))
 
 
-class FlattenPVTStage(nn.Module):
-    """Patch embedding, position embedding and blocks: (B, dim, H, W) to (B, dim_out, ⌈H / patch⌉, ⌈W / patch⌉)."""
-
-    def __init__(
-            self,
-            dim: int,
-            dim_out: int,
-            depth: int,
-            patch_size: int,
-            grid_size: tuple[int, int],
-            drop_path: Sequence[float],
-            device=None,
-            dtype=None,
-            **block_kwargs,
-    ):
-        super().__init__()
-        dd = {'device': device, 'dtype': dtype}
-        self.grad_checkpointing = False
-        self.patch_embed = PatchEmbed(
-            img_size=None,
-            patch_size=patch_size,
-            in_chans=dim,
-            embed_dim=dim_out,
-            norm_layer=nn.LayerNorm,
-            output_fmt='NHWC',
-            strict_img_size=False,
-            **dd,
-        )
-        self.pos_embed = nn.Parameter(torch.empty(1, *grid_size, dim_out, **dd))
-        self.blocks = nn.Sequential(*[
-            FlattenPVTBlock(dim_out, grid_size=grid_size, drop_path=drop_path[i], **block_kwargs, **dd)
-            for i in range(depth)
-        ])
-        trunc_normal_(self.pos_embed, std=.02)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.patch_embed(x)
-        x = x + resample_abs_pos_embed_nhwc(self.pos_embed, [x.shape[1], x.shape[2]])
-        if self.grad_checkpointing and not torch.jit.is_scripting():
-            x = checkpoint_seq(self.blocks, x)
-        else:
-            x = self.blocks(x)
-        return x.permute(0, 3, 1, 2)
-
-
 class FlattenPVT(PyramidTransformer):
     """Pyramid Vision Transformer whose attention is focused linear attention over each stage's whole grid.
 
@@ -212,13 +156,20 @@ class FlattenPVT(PyramidTransformer):
         for i in range(num_stages):
             patch_size = 4 if i == 0 else 2
             grid_size = tuple(-(-size // patch_size) for size in grid_size)
-            stages.append(FlattenPVTStage(
-                dim,
-                embed_dims[i],
-                depths[i],
+            patch_embed = PatchEmbed(
+                img_size=None,
                 patch_size=patch_size,
-                grid_size=grid_size,
+                in_chans=dim,
+                embed_dim=embed_dims[i],
+                norm_layer=nn.LayerNorm,
+                output_fmt='NHWC',
+                strict_img_size=False,
+                **dd,
+            )
+            blocks = [FlattenPVTBlock(
+                embed_dims[i],
                 num_heads=num_heads[i],
+                grid_size=grid_size,
                 attn_type=attn_types[i],
                 focusing_factor=focusing_factor,
                 kernel_size=kernel_size,
@@ -227,10 +178,12 @@ class FlattenPVT(PyramidTransformer):
                 qkv_bias=qkv_bias,
                 proj_drop=proj_drop_rate,
                 attn_drop=attn_drop_rate,
-                drop_path=drop_path_rates[i],
+                drop_path=drop_path,
                 norm_layer=norm_layer,
                 **dd,
-            ))
+            ) for drop_path in drop_path_rates[i]]
+            pos_embed = nn.Parameter(torch.empty(1, *grid_size, embed_dims[i], **dd))
+            stages.append(PyramidStage(patch_embed, blocks, pos_embed))
             dim = embed_dims[i]
         super().__init__(
             stages,
@@ -240,23 +193,6 @@ class FlattenPVT(PyramidTransformer):
             global_pool=global_pool,
             drop_rate=drop_rate,
             **dd,
-        )
-        self.apply(self._init_weights)
-
-    def _init_weights(self, m: nn.Module) -> None:
-        if isinstance(m, nn.Linear):
-            trunc_normal_(m.weight, std=.02)
-            if m.bias is not None:
-                nn.init.zeros_(m.bias)
-
-    @torch.jit.ignore
-    def group_matcher(self, coarse: bool = False) -> dict:
-        return dict(
-            stem=r'^stages\.0\.(?:patch_embed|pos_embed)',
-            blocks=r'^stages\.(\d+)' if coarse else [
-                (r'^stages\.(\d+)\.(?:patch_embed|pos_embed)', (0,)),
-                (r'^stages\.(\d+)\.blocks\.(\d+)', None),
-            ],
         )
 
 
@@ -275,15 +211,7 @@ def checkpoint_filter_fn(checkpoint: dict, model: nn.Module) -> dict[str, torch.
 
 
 def _create_flatten_pvt(variant: str, pretrained: bool = False, **kwargs) -> FlattenPVT:
-    out_indices = kwargs.pop('out_indices', (0, 1, 2, 3))
-    return build_model_with_cfg(
-        FlattenPVT,
-        variant,
-        pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg=dict(flatten_sequential=True, out_indices=out_indices),
-        **kwargs,
-    )
+    return create_pyramid(FlattenPVT, variant, pretrained, checkpoint_filter_fn, **kwargs)
 
 
 def _cfg(**kwargs) -> dict:
