@@ -11,16 +11,15 @@ from torch import nn
 __all__ = ['fit_position_tensors', 'flatten_cfg', 'fuse_qkv', 'resolve_attn_types', 'unwrap_state_dict']
 
 
-def resolve_attn_types(attn_types: str | Sequence[str], num_stages: int) -> tuple[str, ...]:
-    """One attention type per stage, from one for all or one for each.
+def resolve_attn_types(attn_types: str | Sequence[str], number: int, of: str = 'stages') -> tuple[str, ...]:
+    """One attention type per stage (or block), from one for all or one for each.
 
     Raises:
         ValueError: Another number of types than stages, or an unknown type.
     """
-    attn_types = to_ntuple(num_stages)(attn_types)
-    if len(attn_types) != num_stages or not set(attn_types) <= {'linear', 'softmax'}:
-        raise ValueError(
-            f"attn_types must be 'linear' or 'softmax' for each of the {num_stages} stages, got {attn_types}")
+    attn_types = to_ntuple(number)(attn_types)
+    if len(attn_types) != number or not set(attn_types) <= {'linear', 'softmax'}:
+        raise ValueError(f"attn_types must be 'linear' or 'softmax' for each of the {number} {of}, got {attn_types}")
     return attn_types
 
 

@@ -1,0 +1,252 @@
+"""FLatten-DeiT: DeiT with focused linear attention.
+
+Papers:
+    * `FLatten Transformer: Vision Transformer using Focused Linear Attention` (ICCV 2023)
+        - https://arxiv.org/abs/2308.00442
+    * `Training data-efficient image transformers & distillation through attention` (ICML 2021)
+        - https://arxiv.org/abs/2012.12877
+"""
+from collections.abc import Sequence
+
+import torch
+from timm.layers import get_device_dtype, resample_abs_pos_embed
+from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_cfgs, register_model, vision_transformer
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import nn
+
+from ..layers import FocusedLinearAttention
+from ._flatten import fit_position_tensors, flatten_cfg, resolve_attn_types, unwrap_state_dict
+from ._patch_embed import PatchEmbed
+
+__all__ = ['FlattenViT']
+
+torch.fx.wrap('resample_abs_pos_embed')  # branches on sizes
+
+
+class FlattenViTBlock(nn.Module):
+    """A ViT block over (B, H, W, dim) maps, with focused linear attention or its own."""
+    linear: torch.jit.Final[bool]
+
+    def __init__(
+            self,
+            block: Block,
+            attn_type: str,
+            grid_size: tuple[int, int],
+            dynamic_grid_size: bool = False,
+            focusing_factor: float = 3,
+            kernel_size: int = 5,
+    ):
+        """
+        Args:
+            block: The block to take over: its norms, MLP and projections become part of this one.
+            attn_type: 'linear' for focused linear attention, 'softmax' for the block's own.
+            grid_size: Native grid of the tokens.
+            dynamic_grid_size: Accept any grid.
+            focusing_factor: Power of the focused function.
+            kernel_size: Size of the attention's depthwise convolution.
+        """
+        super().__init__()
+        self.linear = attn_type == 'linear'
+        self.norm1 = block.norm1
+        self.attn = block.attn
+        if self.linear:
+            self.attn = FocusedLinearAttention(
+                block.attn.qkv.in_features,
+                num_heads=block.attn.num_heads,
+                head_dim=block.attn.head_dim,
+                grid_size=grid_size,
+                focusing_factor=focusing_factor,
+                kernel_size=kernel_size,
+                dynamic_grid_size=dynamic_grid_size,
+                **get_device_dtype(block),
+            )
+            self.attn.qkv = block.attn.qkv
+            self.attn.proj = block.attn.proj
+            self.attn.proj_drop = block.attn.proj_drop
+        self.ls1 = block.ls1
+        self.drop_path1 = block.drop_path1
+        self.norm2 = block.norm2
+        self.mlp = block.mlp
+        self.ls2 = block.ls2
+        self.drop_path2 = block.drop_path2
+
+    def _attn(self, x: torch.Tensor) -> torch.Tensor:
+        if self.linear:
+            return self.attn(x)
+        B, H, W, C = x.shape
+        return self.attn(x.reshape(B, H * W, C)).reshape(B, H, W, C)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.drop_path1(self.ls1(self._attn(self.norm1(x))))
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+
+
+class FlattenViT(VisionTransformer):
+    """Vision Transformer with focused linear attention, which needs to know the grid of its tokens.
+
+    Between patch embedding and final norm the tokens therefore stay a (B, H, W, C) map; outside, everything is timm's.
+    There are no prefix tokens.
+    """
+
+    def __init__(
+            self,
+            img_size: int | tuple[int, int] = 224,
+            *,
+            attn_types: str | Sequence[str] = 'linear',
+            focusing_factor: float = 3,
+            kernel_size: int = 5,
+            global_pool: str = 'avg',
+            class_token: bool = False,
+            embed_layer: type[nn.Module] = PatchEmbed,
+            **kwargs,
+    ):
+        """
+        Args:
+            img_size: Image size (H, W).
+            attn_types: 'linear' or 'softmax', for all blocks or for each.
+            focusing_factor: Power of the focused function, linear blocks only.
+            kernel_size: Size of the attention's depthwise convolution, linear blocks only.
+            global_pool: As in timm, but not 'token'.
+            class_token: False, the only possibility.
+            embed_layer: Patch embedding layer.
+            **kwargs: Arguments of timm's VisionTransformer. `attn_drop_rate` concerns the softmax blocks alone.
+
+        Raises:
+            ValueError: The arguments ask for prefix tokens, or for what the linear attention can't keep.
+        """
+        super().__init__(
+            img_size, global_pool=global_pool, class_token=class_token, embed_layer=embed_layer, **kwargs)
+        self.flatten_blocks(attn_types, focusing_factor=focusing_factor, kernel_size=kernel_size)
+
+    @torch.jit.ignore
+    def flatten_blocks(self, attn_types: str | Sequence[str], **kwargs) -> None:
+        """Give the linear blocks focused linear attention, in place.
+
+        Args:
+            attn_types: 'linear' or 'softmax', for all blocks or for each.
+            **kwargs: focusing_factor and kernel_size.
+        """
+        attn_types = resolve_attn_types(attn_types, len(self.blocks), 'blocks')
+        reason = why_not(self, attn_types)
+        if reason:
+            raise ValueError(f'this ViT cannot have focused linear attention: {reason}')
+        self.blocks = nn.Sequential(*[
+            FlattenViTBlock(block, attn_type, self.patch_embed.grid_size, self.dynamic_img_size, **kwargs)
+            for block, attn_type in zip(self.blocks, attn_types, strict=True)
+        ])
+
+    @torch.jit.ignore
+    def set_input_size(self, img_size=None, patch_size=None) -> None:
+        super().set_input_size(img_size=img_size, patch_size=patch_size)
+        for block in self.blocks:
+            if block.linear:
+                block.attn.set_grid_size(self.patch_embed.grid_size)
+
+    def _pos_embed(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, H, W, C) map with position embedding, of the patch embedding's tokens or map."""
+        pos_embed = self.pos_embed
+        if self.dynamic_img_size:
+            H, W = x.shape[1], x.shape[2]
+            if pos_embed is not None:
+                pos_embed = resample_abs_pos_embed(pos_embed, [H, W], self.patch_embed.grid_size, num_prefix_tokens=0)
+        else:
+            H, W = self.patch_embed.grid_size
+            x = x.reshape(x.shape[0], H, W, x.shape[-1])
+        if pos_embed is not None:
+            x = x + pos_embed.reshape(1, H, W, -1)
+        return self.pos_drop(x)
+
+    def forward_features(
+            self,
+            x: torch.Tensor,
+            attn_mask: torch.Tensor | None = None,
+            is_causal: bool = False,
+    ) -> torch.Tensor:
+        """Tokens (B, N, C) after the final norm. There is no attention matrix to mask."""
+        assert attn_mask is None and not is_causal, 'Linear attention takes no attn_mask and is never causal.'
+        x = self.norm_pre(self._pos_embed(self.patch_embed(x)))
+        if self.grad_checkpointing and not torch.jit.is_scripting():
+            x = checkpoint_seq(self.blocks, x)
+        else:
+            x = self.blocks(x)
+        return self.norm(x).flatten(1, 2)
+
+    @torch.jit.ignore
+    def forward_intermediates(self, x: torch.Tensor, *args, output_fmt: str = 'NCHW', **kwargs):
+        """timm's, with the maps inside turned back to tokens wherever timm returns tokens."""
+        def to_tokens(maps):
+            return [y.flatten(1, 2) for y in maps] if output_fmt == 'NLC' else maps
+
+        out = super().forward_intermediates(x, *args, output_fmt=output_fmt, **kwargs)
+        if isinstance(out, list):
+            return to_tokens(out)
+        if isinstance(out, dict):
+            out['image_intermediates'] = to_tokens(out['image_intermediates'])
+            if 'image_features' in out:
+                out['image_features'] = out['image_features'].flatten(1, 2)
+            return out
+        features, intermediates = out
+        return features.flatten(1, 2), to_tokens(intermediates)
+
+
+def why_not(model: VisionTransformer, attn_types: Sequence[str]) -> str | None:
+    """Why the blocks of a ViT can't have focused linear attention, None if they can."""
+    if model.num_prefix_tokens:
+        return f'it has {model.num_prefix_tokens} prefix (class or register) tokens, which have no place on the grid'
+    if not isinstance(model.patch_drop, nn.Identity):
+        return 'it drops patches (patch_drop_rate), which leaves no grid'
+    for i, (block, attn_type) in enumerate(zip(model.blocks, attn_types, strict=True)):
+        if type(block) is not Block:
+            return f'block {i} is a {type(block).__name__}, not a plain pre-norm Block'
+        if attn_type == 'linear':
+            attn = block.attn
+            if type(attn) is not vision_transformer.Attention:
+                return f'the attention of block {i} is a {type(attn).__name__}, not timm\'s Attention'
+            extras = {'q_norm': attn.q_norm, 'k_norm': attn.k_norm, 'norm': attn.norm, 'gate': attn.gate}
+            extras = [name for name, module in extras.items() if not isinstance(module, nn.Identity | None)]
+            if extras:
+                return f'the attention of block {i} has {", ".join(extras)}, which focused linear attention has not'
+    return None
+
+
+def checkpoint_filter_fn(checkpoint: dict, model: nn.Module) -> dict[str, torch.Tensor]:
+    """timm's or the zoo's own checkpoint of a ViT without prefix tokens, to a state dict that fits the model."""
+    state_dict = vision_transformer.checkpoint_filter_fn(unwrap_state_dict(checkpoint), model)
+    return fit_position_tensors(state_dict, model)
+
+
+def _create_flatten_deit(variant: str, pretrained: bool = False, **kwargs) -> FlattenViT:
+    out_indices = kwargs.pop('out_indices', 3)
+    return build_model_with_cfg(
+        FlattenViT,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
+        **kwargs,
+    )
+
+
+def _cfg(**kwargs) -> dict:
+    return flatten_cfg(
+        fixed_input_size=True, pool_size=None, first_conv='patch_embed.proj', classifier='head', **kwargs)
+
+
+default_cfgs = generate_default_cfgs({
+    'flatten_deit_t.untrained': _cfg(),
+    'flatten_deit_s.untrained': _cfg(),
+})
+
+
+@register_model
+def flatten_deit_t(pretrained=False, **kwargs) -> FlattenViT:
+    """FLatten-DeiT-T @ 224x224"""
+    model_args = dict(patch_size=16, embed_dim=192, depth=12, num_heads=3)
+    return _create_flatten_deit('flatten_deit_t', pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def flatten_deit_s(pretrained=False, **kwargs) -> FlattenViT:
+    """FLatten-DeiT-S @ 224x224"""
+    model_args = dict(patch_size=16, embed_dim=384, depth=12, num_heads=6)
+    return _create_flatten_deit('flatten_deit_s', pretrained=pretrained, **dict(model_args, **kwargs))

@@ -1,0 +1,179 @@
+"""FLatten-PVTv2: Pyramid Vision Transformer v2 with focused linear attention.
+
+Papers:
+    * `FLatten Transformer: Vision Transformer using Focused Linear Attention` (ICCV 2023)
+        - https://arxiv.org/abs/2308.00442
+    * `PVT v2: Improved Baselines with Pyramid Vision Transformer` - https://arxiv.org/abs/2106.13797
+"""
+from collections.abc import Sequence
+
+import torch
+from timm.layers import get_device_dtype, to_2tuple
+from timm.models import build_model_with_cfg, generate_default_cfgs, pvt_v2, register_model
+from timm.models.pvt_v2 import PyramidVisionTransformerV2
+from torch import nn
+
+from ..layers import FocusedLinearAttention
+from ._flatten import fit_position_tensors, flatten_cfg, fuse_qkv, resolve_attn_types, unwrap_state_dict
+
+__all__ = ['FlattenPVTv2']
+
+
+class FlattenPVTv2Attention(FocusedLinearAttention):
+    """Focused linear attention as PVTv2's blocks call it: (B, H · W, dim) tokens and their grid, to tokens."""
+
+    def __init__(self, attn: pvt_v2.Attention, grid_size: tuple[int, int], **kwargs):
+        """
+        Args:
+            attn: The attention to take over: its projections become those of this one.
+            grid_size: Native grid of the stage.
+            **kwargs: focusing_factor and kernel_size.
+        """
+        dd = get_device_dtype(attn)
+        super().__init__(
+            attn.dim,
+            num_heads=attn.num_heads,
+            grid_size=grid_size,
+            qkv_bias=attn.q.bias is not None,
+            dynamic_grid_size=True,
+            **kwargs,
+            **dd,
+        )
+        with torch.no_grad():
+            self.qkv.weight.copy_(torch.cat([attn.q.weight, attn.kv.weight]))
+            if self.qkv.bias is not None:
+                self.qkv.bias.copy_(torch.cat([attn.q.bias, attn.kv.bias]))
+        self.qkv.requires_grad_(attn.q.weight.requires_grad)
+        self.proj = attn.proj
+        self.proj_drop = attn.proj_drop
+
+    def forward(self, x: torch.Tensor, feat_size: list[int]) -> torch.Tensor:
+        B, N, C = x.shape
+        q, k, v = self.qkv(x).reshape(B, feat_size[0], feat_size[1], -1).chunk(3, dim=-1)
+        x = self.attend(q, k, v).reshape(B, N, -1)
+        return self.proj_drop(self.proj(x))
+
+
+def flatten_stages(
+        model: PyramidVisionTransformerV2,
+        img_size: int | tuple[int, int],
+        attn_types: Sequence[str],
+        **kwargs,
+) -> None:
+    """Give the linear stages of a PVTv2 focused linear attention, in place.
+
+    Args:
+        model: The network.
+        img_size: Image size whose stage grids the positional encodings are made for.
+        attn_types: 'linear' or 'softmax' for each stage.
+        **kwargs: focusing_factor and kernel_size.
+    """
+    for i, (stage, attn_type) in enumerate(zip(model.stages, attn_types, strict=True)):
+        grid_size = tuple(-(-size // (4 * 2 ** i)) for size in to_2tuple(img_size))
+        if attn_type == 'linear':
+            for block in stage.blocks:
+                block.attn = FlattenPVTv2Attention(block.attn, grid_size, **kwargs)
+
+
+class FlattenPVTv2(PyramidVisionTransformerV2):
+    """Pyramid Vision Transformer v2 whose attention is focused linear attention over each stage's whole grid.
+
+    Takes images of any size.
+    """
+
+    def __init__(
+            self,
+            img_size: int | tuple[int, int] = 224,
+            *,
+            attn_types: str | Sequence[str] = 'linear',
+            focusing_factor: float = 3,
+            kernel_size: int = 5,
+            **kwargs,
+    ):
+        """
+        Args:
+            img_size: Image size (H, W) that the position tensors are made for; they are resampled for others.
+            attn_types: 'linear' or 'softmax', for all stages or for each.
+            focusing_factor: Power of the focused function, linear stages only.
+            kernel_size: Size of the attention's depthwise convolution, linear stages only.
+            **kwargs: Arguments of timm's PyramidVisionTransformerV2. `sr_ratios`, `linear` and `attn_drop_rate`
+                concern the softmax stages alone.
+        """
+        super().__init__(**kwargs)
+        attn_types = resolve_attn_types(attn_types, len(self.depths))
+        flatten_stages(self, img_size, attn_types, focusing_factor=focusing_factor, kernel_size=kernel_size)
+
+
+def checkpoint_filter_fn(checkpoint: dict, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Official FLatten-PVTv2 checkpoint, or the zoo's own, to a state dict that fits the model."""
+    state_dict = pvt_v2.checkpoint_filter_fn(unwrap_state_dict(checkpoint), model)
+    return fit_position_tensors(fuse_qkv(state_dict), model)
+
+
+def _create_flatten_pvt_v2(variant: str, pretrained: bool = False, **kwargs) -> FlattenPVTv2:
+    out_indices = kwargs.pop('out_indices', (0, 1, 2, 3))
+    return build_model_with_cfg(
+        FlattenPVTv2,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg=dict(flatten_sequential=True, out_indices=out_indices),
+        **kwargs,
+    )
+
+
+def _cfg(**kwargs) -> dict:
+    return flatten_cfg(first_conv='patch_embed.proj', classifier='head', **kwargs)
+
+
+default_cfgs = generate_default_cfgs({
+    'flatten_pvt_v2_b0.leaplab_in1k': _cfg(),
+    'flatten_pvt_v2_b1.untrained': _cfg(),
+    'flatten_pvt_v2_b2.untrained': _cfg(),
+    'flatten_pvt_v2_b3.untrained': _cfg(),
+    'flatten_pvt_v2_b4.untrained': _cfg(),
+    'flatten_pvt_v2_b5.untrained': _cfg(),
+})
+
+
+@register_model
+def flatten_pvt_v2_b0(pretrained=False, **kwargs) -> FlattenPVTv2:
+    """FLatten-PVTv2-B0"""
+    model_args = dict(depths=(2, 2, 2, 2), embed_dims=(32, 64, 160, 256), num_heads=(1, 2, 5, 8))
+    return _create_flatten_pvt_v2('flatten_pvt_v2_b0', pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def flatten_pvt_v2_b1(pretrained=False, **kwargs) -> FlattenPVTv2:
+    """FLatten-PVTv2-B1"""
+    model_args = dict(depths=(2, 2, 2, 2), embed_dims=(64, 128, 320, 512), num_heads=(1, 2, 5, 8))
+    return _create_flatten_pvt_v2('flatten_pvt_v2_b1', pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def flatten_pvt_v2_b2(pretrained=False, **kwargs) -> FlattenPVTv2:
+    """FLatten-PVTv2-B2"""
+    model_args = dict(depths=(3, 4, 6, 3), embed_dims=(64, 128, 320, 512), num_heads=(1, 2, 5, 8))
+    return _create_flatten_pvt_v2('flatten_pvt_v2_b2', pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def flatten_pvt_v2_b3(pretrained=False, **kwargs) -> FlattenPVTv2:
+    """FLatten-PVTv2-B3"""
+    model_args = dict(depths=(3, 4, 18, 3), embed_dims=(64, 128, 320, 512), num_heads=(1, 2, 5, 8))
+    return _create_flatten_pvt_v2('flatten_pvt_v2_b3', pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def flatten_pvt_v2_b4(pretrained=False, **kwargs) -> FlattenPVTv2:
+    """FLatten-PVTv2-B4"""
+    model_args = dict(depths=(3, 8, 27, 3), embed_dims=(64, 128, 320, 512), num_heads=(1, 2, 5, 8))
+    return _create_flatten_pvt_v2('flatten_pvt_v2_b4', pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def flatten_pvt_v2_b5(pretrained=False, **kwargs) -> FlattenPVTv2:
+    """FLatten-PVTv2-B5 (no official configuration)"""
+    model_args = dict(
+        depths=(3, 6, 40, 3), embed_dims=(64, 128, 320, 512), num_heads=(1, 2, 5, 8), mlp_ratios=(4, 4, 4, 4))
+    return _create_flatten_pvt_v2('flatten_pvt_v2_b5', pretrained=pretrained, **dict(model_args, **kwargs))
