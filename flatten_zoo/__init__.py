@@ -1,5 +1,8 @@
 """Efficient-attention vision backbones as ordinary timm models; importing the package registers them."""
-from . import models as models
-from .layers import FocusedLinearAttention
+from .layers import EfficientAttention, FocusedLinearAttention, InterlacedSparseAttention, NonLocalAttention
+from .models import replace_attention
 
-__all__ = ['FocusedLinearAttention']
+__all__ = [
+    'EfficientAttention', 'FocusedLinearAttention', 'InterlacedSparseAttention', 'NonLocalAttention',
+    'replace_attention',
+]

@@ -1,6 +1,8 @@
 """The FLatten networks: official outputs, conversion of official checkpoints, and timm's ways of using a model."""
-import copy
 import inspect
+import math
+import re
+import sys
 
 import pytest
 import timm
@@ -8,27 +10,64 @@ import torch
 from timm.models.pvt_v2 import PyramidVisionTransformerV2
 from timm.models.swin_transformer import SwinTransformer
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
+from torch.utils.flop_counter import FlopCounterMode
 
-from flatten_zoo.models import FlattenPVT, flatten_pvt, flatten_swin
+from flatten_zoo.layers import FocusedLinearCore
+from flatten_zoo.models import FlattenCSwin, FlattenPVT, flatten_swin
 
-from .reference import load_reference
+from .reference import load_description, load_reference
 
-FILTERS = {'pvt': flatten_pvt.checkpoint_filter_fn, 'swin': flatten_swin.checkpoint_filter_fn}
-# parameters (the official count less PVT's unused norm)
-PARAMETERS = {
-    'flatten_pvt_t': 12.15, 'flatten_pvt_s': 21.67, 'flatten_pvt_m': 37.24, 'flatten_pvt_b': 50.65,
-    'flatten_swin_t': 29.19, 'flatten_swin_s': 50.51, 'flatten_swin_b': 88.97, 'flatten_swin_b_384': 91.43,
+# official parameters in millions (less PVT's unused norm) and multiply-accumulates in billions
+COSTS = {
+    'flatten_pvt_t': (12.15, 2.04), 'flatten_pvt_s': (21.67, 4.03), 'flatten_pvt_m': (37.24, 7.04),
+    'flatten_pvt_b': (50.65, 10.38),
+    'flatten_pvt_v2_b0': (3.59, 0.58), 'flatten_pvt_v2_b1': (12.93, 2.22), 'flatten_pvt_v2_b2': (22.55, 4.25),
+    'flatten_pvt_v2_b3': (38.27, 7.28), 'flatten_pvt_v2_b4': (51.84, 10.68), 'flatten_pvt_v2_b5': (67.06, 12.44),
+    'flatten_swin_t': (29.19, 4.48), 'flatten_swin_s': (50.51, 8.73), 'flatten_swin_b': (88.97, 15.42),
+    'flatten_swin_b_384': (91.43, 46.38),
+    'flatten_cswin_t': (21.20, 4.32), 'flatten_cswin_s': (35.45, 6.78), 'flatten_cswin_b': (74.87, 14.91),
+    'flatten_cswin_b_384': (78.37, 46.30),
+    'flatten_deit_t': (6.19, 1.14), 'flatten_deit_s': (22.98, 4.36),  # not official
+}
+RELEASED = {
+    'flatten_pvt_t', 'flatten_pvt_v2_b0', 'flatten_swin_t', 'flatten_swin_s', 'flatten_swin_b', 'flatten_swin_b_384',
+    'flatten_cswin_t',
 }
 # one small network of each family
 SMALL = {
     'flatten_pvt_t': dict(img_size=64, depths=(1, 1, 2, 1), embed_dims=(16, 32, 40, 64)),
+    'flatten_pvt_v2_b0': dict(img_size=64, depths=(1, 1, 2, 1), embed_dims=(16, 32, 40, 64)),
     'flatten_swin_t': dict(img_size=64, depths=(1, 1, 2, 1), embed_dim=16, num_heads=(1, 2, 4, 8), window_size=2),
+    'flatten_cswin_t': dict(img_size=64, depths=(1, 1, 2, 1), embed_dim=16, num_heads=(2, 2, 4, 8), split_sizes=2),
+    'flatten_deit_t': dict(img_size=64, depth=5, embed_dim=48, num_heads=3),
 }
+FIXED_SIZE = {'flatten_swin_t', 'flatten_deit_t'}  # the others take any size as they are
 families = pytest.mark.parametrize('name', SMALL)
+official_families = pytest.mark.parametrize('name', [name for name in SMALL if 'deit' not in name])
+fixed_size_families = pytest.mark.parametrize('name', sorted(FIXED_SIZE))
 
 
 def filter_for(name):
-    return FILTERS[name.split('_')[1]]
+    return sys.modules[timm.model_entrypoint(name).__module__].checkpoint_filter_fn
+
+
+def linear_by_default(name):
+    """Of the small network's five blocks, how many have linear attention."""
+    return 2 if 'swin' in name else 5
+
+
+def dynamic(name):
+    return {'dynamic_img_size': True} if name in FIXED_SIZE else {}
+
+
+def blocks_of(model):
+    if hasattr(model, 'blocks'):
+        return list(model.blocks)
+    return [block for stage in getattr(model, 'layers', getattr(model, 'stages', ())) for block in stage.blocks]
+
+
+def has_linear_attention(block):
+    return any(isinstance(module, FocusedLinearCore) for module in block.modules())
 
 
 def create_small(name, **kwargs):
@@ -42,36 +81,50 @@ def create_small(name, **kwargs):
     return model
 
 
+OFFICIAL_NAMES = {
+    'flatten_pvt_t': [(r'stages\.(\d)\.(patch_embed|pos_embed|block)s?', r'\2<\1>')],
+    'flatten_pvt_v2_b0': [
+        (r'^patch_embed', 'patch_embed<0>'), (r'stages\.(\d)\.downsample', r'patch_embed<\1>'),
+        (r'stages\.(\d)\.blocks', r'block<\1>'), (r'stages\.(\d)\.norm', r'norm<\1>'), (r'dwconv', 'dwconv.dwconv'),
+    ],
+    'flatten_swin_t': [
+        (r'layers\.(\d)\.downsample', lambda m: f'layers.{int(m[1]) - 1}.downsample'), (r'head\.fc', 'head'),
+    ],
+    'flatten_cswin_t': [
+        (r'stages\.0\.patch_embed\.proj', 'stage1_conv_embed.0'),
+        (r'stages\.0\.patch_embed\.norm', 'stage1_conv_embed.2'),
+        (r'stages\.(\d)\.patch_embed\.proj', r'merge\1.conv'),
+        (r'stages\.(\d)\.patch_embed\.norm', r'merge\1.norm'),
+        (r'stages\.(\d)\.blocks', r'stage<\1>'),
+    ],
+}
+OFFICIAL_EXTRAS = {
+    'flatten_pvt_t': ['norm.weight', 'norm.bias'],
+    'flatten_swin_t': ['layers.2.blocks.0.attn.relative_position_index', 'layers.2.blocks.1.attn_mask'],
+}
+
+
 def to_official(name, state_dict):
     """The zoo's state dict under official names and shapes, with what official files carry besides."""
     official = {}
     for key, value in state_dict.items():
         if key.endswith(('positional_encoding', 'pos_embed')):
             value = value.flatten(1, 2)
-        if 'pvt' in name:
-            stage = int(key.split('.')[1]) + 1 if key.startswith('stages') else None
-            key = key.replace(f'stages.{stage and stage - 1}.', '').replace('blocks.', f'block{stage}.')
-            key = key.replace('patch_embed', f'patch_embed{stage}').replace('pos_embed', f'pos_embed{stage}')
-            if '.attn.qkv.' in key:
-                q, k, v = value.chunk(3)
-                official[key.replace('qkv', 'q')], official[key.replace('qkv', 'kv')] = q, torch.cat([k, v])
-                continue
+        for pattern, replacement in OFFICIAL_NAMES[name]:
+            key = re.sub(pattern, replacement, key)
+        key = re.sub('<(.)>', lambda m: str(int(m[1]) + 1), key)  # official stages count from 1
+        if 'pvt' in name and '.attn.qkv.' in key:
+            q, k, v = value.chunk(3)
+            official[key.replace('qkv', 'q')], official[key.replace('qkv', 'kv')] = q, torch.cat([k, v])
         else:
-            key = key.replace('head.fc', 'head')
-            if '.downsample.' in key:
-                index = int(key.split('.')[1])
-                key = key.replace(f'layers.{index}', f'layers.{index - 1}')
-        official[key] = value
-    if 'pvt' in name:
-        return {**official, 'norm.weight': torch.ones(64), 'norm.bias': torch.zeros(64)}
-    return {
-        **official,
-        'layers.2.blocks.0.attn.relative_position_index': torch.zeros(4, 4),
-        'layers.2.blocks.1.attn_mask': torch.zeros(4, 4, 4),
-    }
+            official[key] = value
+    return official | {key: torch.zeros(4) for key in OFFICIAL_EXTRAS.get(name, ())}
 
 
-@pytest.mark.parametrize('name', ['flatten_pvt_t', 'flatten_pvt_s', 'flatten_swin_t', 'flatten_swin_b_384'])
+@pytest.mark.parametrize('name', [
+    'flatten_pvt_t', 'flatten_pvt_s', 'flatten_pvt_v2_b0', 'flatten_pvt_v2_b1', 'flatten_swin_t', 'flatten_swin_b_384',
+    'flatten_cswin_t',
+])
 def test_official_outputs(name):
     reference = load_reference(name)
     model = timm.create_model(name).eval().double()
@@ -88,34 +141,46 @@ def test_official_outputs(name):
             assert (value - expected).abs().max() <= tolerance * expected.abs().max(), (key, dtype)
 
 
-@pytest.mark.parametrize('name', PARAMETERS)
-def test_parameter_counts(name):
-    model = timm.create_model(name, device='meta')
-    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 2) == PARAMETERS[name]
+@pytest.mark.parametrize('name', COSTS)
+def test_parameters_and_multiply_accumulates(name):
+    model = timm.create_model(name, device='meta').eval()
     assert all(p.is_meta for p in model.parameters())
+    with FlopCounterMode(display=False) as flops:
+        model(torch.empty(1, *model.default_cfg['input_size'], device='meta'))
+    parameters, macs = COSTS[name]
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 2) == parameters
+    assert flops.get_total_flops() / 2e9 == pytest.approx(macs, abs=0.015)
 
 
-@pytest.mark.parametrize('name', PARAMETERS)
+@pytest.mark.parametrize('name', COSTS)
 def test_evaluation_settings(name):
     config = timm.data.resolve_data_config({}, model=timm.create_model(name, device='meta'))
     size = 384 if name.endswith('384') else 224
     assert config['input_size'] == (3, size, size)
     assert config['interpolation'] == 'bicubic' and config['crop_mode'] == 'squash'
-    assert config['crop_pct'] == (1.0 if size == 384 else 0.875)
+    resized = {'flatten_swin_b_384': 384, 'flatten_cswin_b_384': 438}.get(name, 256)
+    assert math.floor(size / config['crop_pct']) == resized  # timm's side of the square
     assert config['mean'] == timm.data.IMAGENET_DEFAULT_MEAN and config['std'] == timm.data.IMAGENET_DEFAULT_STD
-    released = name in ('flatten_pvt_t', 'flatten_swin_t', 'flatten_swin_s', 'flatten_swin_b', 'flatten_swin_b_384')
-    assert timm.get_pretrained_cfg(name).tag == ('leaplab_in1k' if released else 'untrained')
+    assert timm.get_pretrained_cfg(name).tag == ('leaplab_in1k' if name in RELEASED else 'untrained')
 
 
 @families
-def test_checkpoint_conversion(name):
+def test_own_checkpoint_passes_unchanged(name):
     model = create_small(name)
     state_dict = model.state_dict()
     for checkpoint in (state_dict, {'state_dict': state_dict}, {'model': state_dict, 'epoch': 3}):
         unchanged = filter_for(name)(checkpoint, model)
         assert unchanged.keys() == state_dict.keys()
         assert all(torch.equal(unchanged[key], value) for key, value in state_dict.items())
+
+
+@official_families
+def test_official_checkpoint_is_converted(name):
+    model = create_small(name)
+    state_dict = model.state_dict()
     official = to_official(name, state_dict)
+    assert {re.sub(r'\d+', '#', key) for key in official if key not in OFFICIAL_EXTRAS.get(name, ())} <= {
+        re.sub(r'\d+', '#', key) for key in load_description(name)['state_dict']}
     for checkpoint in (official, {'model': official, 'optimizer': {}, 'config': None}, {'state_dict': official}):
         converted = filter_for(name)(checkpoint, model)
         assert converted.keys() == state_dict.keys()
@@ -124,18 +189,17 @@ def test_checkpoint_conversion(name):
 
 @families
 @pytest.mark.parametrize('img_size', [96, (32, 128)], ids=str)
-@pytest.mark.parametrize('source', ['official', 'own'])
-def test_checkpoint_for_another_size(name, img_size, source):
-    small = create_small(name)
-    target = create_small(name, img_size=img_size, **({'window_size': (2, 3)} if 'swin' in name else {}))
-    state_dict = small.state_dict()
-    state_dict = filter_for(name)(to_official(name, state_dict) if source == 'official' else state_dict, target)
-    target.load_state_dict(state_dict)
-    height, width = timm.layers.to_2tuple(img_size)
-    assert target(torch.randn(2, 3, height, width)).isfinite().all()
-    if name == 'flatten_pvt_t':  # windows apart, the network is the one that resamples on the fly
-        x = torch.randn(2, 3, height, width)
-        torch.testing.assert_close(target(x), small(x), rtol=1e-4, atol=1e-5)
+def test_checkpoint_for_another_size(name, img_size):
+    small = create_small(name, **dynamic(name))
+    target = create_small(name, img_size=img_size, **({'window_size': (2, 3)} if name == 'flatten_swin_t' else {}))
+    x = torch.randn(2, 3, *timm.layers.to_2tuple(img_size))
+    own = small.state_dict()
+    for state_dict in [own] + ([to_official(name, own)] if name in OFFICIAL_NAMES else []):
+        target.load_state_dict(filter_for(name)(state_dict, target))
+        if name == 'flatten_swin_t':  # its windows change too
+            assert target(x).isfinite().all()
+        else:  # what resamples on loading is what resamples on the fly
+            torch.testing.assert_close(target(x), small(x), rtol=1e-4, atol=1e-5)
 
 
 def test_window_checkpoint_for_a_linear_stage_is_refused():
@@ -157,11 +221,11 @@ def test_all_softmax_swin_is_timm_swin():
     'linear', 'softmax', ('softmax', 'linear', 'softmax', 'linear'), ['linear', 'softmax', 'softmax', 'softmax'],
 ], ids=str)
 def test_any_mix_of_attention_types(name, attn_types):
-    model = create_small(name, attn_types=attn_types)
-    stages = model.layers if 'swin' in name else model.stages
-    types = [attn_types] * 4 if isinstance(attn_types, str) else attn_types
-    for stage, attn_type in zip(stages, types, strict=True):
-        assert all(hasattr(block.attn, 'dwc') == (attn_type == 'linear') for block in stage.blocks)
+    model = create_small(name, attn_types=attn_types, **({'depth': 4} if 'deit' in name else {}))
+    types = [attn_types] * 4 if isinstance(attn_types, str) else list(attn_types)
+    if 'deit' not in name:
+        types.insert(2, types[2])  # the third stage has two blocks
+    assert [has_linear_attention(block) for block in blocks_of(model)] == [t == 'linear' for t in types]
     model(torch.randn(1, 3, 64, 64)).sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
@@ -173,16 +237,27 @@ def test_unknown_attention_types_are_refused(name, attn_types):
         create_small(name, attn_types=attn_types)
 
 
-def test_arguments_of_timms_closest_family():
-    ours = inspect.signature(FlattenPVT).parameters
-    # PVTv2's `linear` is its own linear attention, by pooling
-    assert set(inspect.signature(PyramidVisionTransformerV2).parameters) - {'linear'} <= set(ours)
+@pytest.mark.parametrize(('cls', 'without'), [
+    (FlattenPVT, {'linear'}),  # PVTv2's own linear attention, by pooling
+    (FlattenCSwin, {'linear', 'embed_dims', 'sr_ratios', 'mlp_ratios'}),  # has embed_dim, split_sizes, mlp_ratio
+])
+def test_own_networks_take_the_arguments_of_timms_closest_family(cls, without):
+    ours = set(inspect.signature(cls).parameters)
+    assert set(inspect.signature(PyramidVisionTransformerV2).parameters) - without <= ours
+
+
+@families
+def test_unknown_arguments_are_refused(name):
     with pytest.raises(TypeError, match='no_such'):
-        timm.create_model('flatten_pvt_t', no_such=1)
-    with pytest.raises(TypeError, match='no_such'):
-        timm.create_model('flatten_swin_t', no_such=1)
+        create_small(name, no_such=1)
+
+
+@pytest.mark.parametrize('name', ['flatten_pvt_t', 'flatten_cswin_t'])
+def test_unknown_pooling_is_refused(name):
     with pytest.raises(ValueError, match="'max'"):
-        timm.create_model('flatten_pvt_t', global_pool='max')
+        create_small(name, global_pool='max')
+    with pytest.raises(ValueError, match="'max'"):
+        create_small(name).reset_classifier(3, 'max')
 
 
 @families
@@ -190,45 +265,51 @@ def test_constructor_arguments_take_effect(name):
     model = create_small(
         name, in_chans=5, num_classes=0, drop_rate=0.1, proj_drop_rate=0.2, drop_path_rate=0.3, qkv_bias=False,
         focusing_factor=4, kernel_size=7, norm_layer=torch.nn.RMSNorm, dtype=torch.bfloat16)
-    blocks = [block for stage in (model.layers if 'swin' in name else model.stages) for block in stage.blocks]
-    linear = [block.attn for block in blocks if hasattr(block.attn, 'dwc')]
-    assert len(linear) == (2 if 'swin' in name else 5)
-    assert all(a.focusing_factor == 4 and a.dwc.kernel_size == (7, 7) and a.proj_drop.p == 0.2 for a in linear)
-    assert all(block.attn.qkv.bias is None for block in blocks if hasattr(block.attn, 'qkv'))
+    blocks = blocks_of(model)
+    linear = [module for module in model.modules() if isinstance(module, FocusedLinearCore)]
+    assert len(linear) == linear_by_default(name)
+    assert all(attn.focusing_factor == 4 and attn.dwc.kernel_size == (7, 7) for attn in linear)
+    drops = [module.p for module in blocks[0].modules() if isinstance(module, torch.nn.Dropout)]
+    assert drops == [0.2, 0.2, 0.2] if 'pvt_v2' not in name else [0.2, 0.2]
+    projections = [module for block in blocks for key, module in block.named_modules() if key.endswith('qkv')]
+    assert len(projections) == 5 and all(projection.bias is None for projection in projections)
     assert all(isinstance(block.norm1, torch.nn.RMSNorm) for block in blocks)
     rates = [getattr(block.drop_path2, 'drop_prob', 0.) for block in blocks]
     assert rates == pytest.approx([0, 0.075, 0.15, 0.225, 0.3])
+    assert model.head_drop.p == 0.1 if hasattr(model, 'head_drop') else model.head.drop.p == 0.1
     assert model(torch.randn(1, 5, 64, 64, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 @families
 @pytest.mark.parametrize('size', [(32, 32), (33, 47), (64, 64), (101, 32), (64, 224)], ids=str)
 def test_any_size_in_dynamic_mode(name, size):
-    model = create_small(name, **({'dynamic_img_size': True} if 'swin' in name else {}))
+    model = create_small(name, **dynamic(name))
     x = torch.randn(2, 3, *size)
     assert model(x).shape == (2, 10)
-    backbone = create_small(
-        name, features_only=True, out_indices=(0, 2, 3), **({'dynamic_img_size': True} if 'swin' in name else {}))
-    assert backbone.feature_info.reduction() == [4, 16, 32]
-    for feature, channels, stride in zip(
-            backbone(x), backbone.feature_info.channels(), backbone.feature_info.reduction(), strict=True):
+    backbone = create_small(name, features_only=True, out_indices=(0, 2, 3), **dynamic(name))
+    strides = [16, 16, 16] if 'deit' in name else [4, 16, 32]
+    assert backbone.feature_info.reduction() == strides
+    for feature, channels, stride in zip(backbone(x), backbone.feature_info.channels(), strides, strict=True):
         assert feature.shape == (2, channels, *(-(-s // stride) for s in size))
 
 
-def test_strict_mode_says_what_it_expects():
-    model = create_small('flatten_swin_t')
+@fixed_size_families
+def test_strict_mode_says_what_it_expects(name):
+    model = create_small(name)
     for size, wrong in (((48, 64), 48), ((64, 80), 80)):
         with pytest.raises(AssertionError, match=rf'\({wrong}\).*\(64\).*img_size=.*dynamic_img_size=True'):
             model(torch.randn(1, 3, *size))
 
 
-def test_swin_changes_its_native_size():
-    dynamic = create_small('flatten_swin_t', dynamic_img_size=True, attn_types='linear')
-    strict = copy.deepcopy(dynamic)
-    strict.set_input_size((96, 32))
-    assert strict.layers[0].blocks[0].attn.grid_size == (24, 8)
+@fixed_size_families
+def test_native_size_can_be_changed(name):
+    model = create_small(name, attn_types='linear')
+    free = create_small(name, attn_types='linear', dynamic_img_size=True)
+    model.set_input_size((96, 32))
+    assert blocks_of(model)[0].attn.grid_size == ((24, 8) if 'swin' in name else (6, 2))
     x = torch.randn(2, 3, 96, 32)
-    torch.testing.assert_close(strict(x), dynamic(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model(x), free(x), rtol=1e-4, atol=1e-5)
+    assert not free.load_state_dict(filter_for(name)(model.state_dict(), free)).missing_keys
 
 
 @families
@@ -238,7 +319,7 @@ def test_training_uses_of_timm(name):
     groups = param_groups_weight_decay(model, 0.05, no_weight_decay_list=model.no_weight_decay())
     decayed = {id(p) for group in groups if group['weight_decay'] for p in group['params']}
     for key, parameter in model.named_parameters():
-        plain = parameter.ndim <= 1 or key.endswith('relative_position_bias_table')
+        plain = parameter.ndim <= 1 or key.endswith('relative_position_bias_table') or key in model.no_weight_decay()
         assert (id(parameter) in decayed) != plain, key
     scales = {g['lr_scale'] for g in param_groups_layer_decay(model, 0.05, layer_decay=0.7)}
     assert len(scales) >= 6  # stem, five blocks, head

@@ -1,8 +1,12 @@
 """The networks; importing them registers them with timm."""
+from .attention_resnet import AttentionResNet
 from .flatten_cswin import FlattenCSwin
 from .flatten_deit import FlattenViT
 from .flatten_pvt import FlattenPVT
 from .flatten_pvt_v2 import FlattenPVTv2
 from .flatten_swin import FlattenSwin
+from .replace_attention import replace_attention
 
-__all__ = ['FlattenCSwin', 'FlattenPVT', 'FlattenPVTv2', 'FlattenSwin', 'FlattenViT']
+__all__ = [
+    'AttentionResNet', 'FlattenCSwin', 'FlattenPVT', 'FlattenPVTv2', 'FlattenSwin', 'FlattenViT', 'replace_attention',
+]

@@ -58,13 +58,13 @@ def fuse_qkv(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def fit_position_tensors(state_dict: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
     """Bring every position tensor to the shape that `model` has for it.
 
-    The zoo keeps them as (1, H, W, C). Official ones are (1, N, C), in row order of a square grid. Where the grids
-    differ they are resampled.
+    The zoo's own are (1, H, W, C). Official ones are (1, N, C), in row order of a square grid. Where the grids differ
+    they are resampled.
     """
     fitted = {}
     targets = dict(model.named_parameters())
     for key, value in state_dict.items():
-        if key in targets and re.search(r'\b(positional_encoding|pos_embed)$', key):
+        if re.search(r'\b(positional_encoding|pos_embed)$', key) and key in targets and targets[key].ndim == 4:
             grid_size = targets[key].shape[1:3]
             if value.ndim == 3:
                 side = math.isqrt(value.shape[1])

@@ -48,9 +48,14 @@ class ConvEmbed(nn.Module):
         return self.norm(self.proj(x).permute(0, 2, 3, 1))
 
 
-def locally_enhanced_positional_encoding(v: torch.Tensor, get_v: nn.Conv2d) -> torch.Tensor:
-    """LePE (section 3.3): a depthwise convolution of the (B, H, W, C) values."""
-    return get_v(v.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+class LocallyEnhancedPositionalEncoding(nn.Conv2d):
+    """LePE (section 3.3): a 3×3 depthwise convolution of the values, over (B, H, W, C) maps."""
+
+    def __init__(self, dim: int, device=None, dtype=None):
+        super().__init__(dim, dim, 3, padding=1, groups=dim, device=device, dtype=dtype)
+
+    def forward(self, v: torch.Tensor) -> torch.Tensor:
+        return self._conv_forward(v.permute(0, 3, 1, 2), self.weight, self.bias).permute(0, 2, 3, 1)
 
 
 class FocusedLinearBranch(FocusedLinearCore):
@@ -59,12 +64,11 @@ class FocusedLinearBranch(FocusedLinearCore):
     def __init__(self, num_heads: int, head_dim: int, grid_size: tuple[int, int], device=None, dtype=None, **kwargs):
         dd = {'device': device, 'dtype': dtype}
         super().__init__(num_heads, head_dim, grid_size, dynamic_grid_size=True, **kwargs, **dd)
-        dim = num_heads * head_dim
-        self.get_v = nn.Conv2d(dim, dim, 3, padding=1, groups=dim, **dd)
+        self.get_v = LocallyEnhancedPositionalEncoding(num_heads * head_dim, **dd)
 
     def forward(self, qkv: torch.Tensor) -> torch.Tensor:
         q, k, v = qkv.chunk(3, dim=-1)
-        return self.attend(q, k, v) + locally_enhanced_positional_encoding(v, self.get_v)
+        return self.attend(q, k, v) + self.get_v(v)
 
 
 @register_notrace_module  # reason: windows depend on sizes
@@ -91,13 +95,12 @@ class StripeBranch(nn.Module):
             attn_drop: Dropout rate of the attention weights.
         """
         super().__init__()
-        dim = num_heads * head_dim
         self.num_heads = num_heads
         self.head_dim = head_dim
         self.split_size = split_size
         self.direction = direction
         self.attn_drop = attn_drop
-        self.get_v = nn.Conv2d(dim, dim, 3, padding=1, groups=dim, device=device, dtype=dtype)
+        self.get_v = LocallyEnhancedPositionalEncoding(num_heads * head_dim, device=device, dtype=dtype)
 
     def _padded(self, size: int, split: bool) -> tuple[int, int]:
         """Size of a stripe along an axis, and the axis padded to a multiple of it."""
@@ -111,10 +114,10 @@ class StripeBranch(nn.Module):
         stripe = (stripe_h, stripe_w)
         N = stripe_h * stripe_w
         padding = (0, 0, 0, padded_w - W, 0, padded_h - H)
-        mask = None
+        mask: torch.Tensor | None = None
         if is_exporting() or padded_h > H or padded_w > W:  # an exported graph must also serve sizes that pad
             inside = F.pad(torch.ones(1, H, W, 1, device=qkv.device), padding)
-            mask = window_partition(inside, stripe).reshape(-1, 1, 1, N).repeat(B, 1, 1, 1).bool()
+            mask = window_partition(inside, stripe).reshape(-1, 1, 1, N).repeat(B, 1, 1, 1) > 0
             qkv = F.pad(qkv, padding)
 
         qkv = window_partition(qkv, stripe)
@@ -122,7 +125,7 @@ class StripeBranch(nn.Module):
         q, k, v_heads = qkv.reshape(-1, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
         x = F.scaled_dot_product_attention(
             q, k, v_heads, attn_mask=mask, dropout_p=self.attn_drop if self.training else 0.)
-        x = x.transpose(1, 2).reshape(v.shape) + locally_enhanced_positional_encoding(v, self.get_v)
+        x = x.transpose(1, 2).reshape(v.shape) + self.get_v(v)
         return window_reverse(x, stripe, padded_h, padded_w)[:, :H, :W]
 
 

@@ -9,7 +9,7 @@ Papers:
 from collections.abc import Sequence
 
 import torch
-from timm.layers import get_device_dtype, resample_abs_pos_embed
+from timm.layers import get_device_dtype, global_pool_nlc, resample_abs_pos_embed
 from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_cfgs, register_model, vision_transformer
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
@@ -84,9 +84,10 @@ class FlattenViTBlock(nn.Module):
 class FlattenViT(VisionTransformer):
     """Vision Transformer with focused linear attention, which needs to know the grid of its tokens.
 
-    Between patch embedding and final norm the tokens therefore stay a (B, H, W, C) map; outside, everything is timm's.
-    There are no prefix tokens.
+    From patch embedding to pooling the tokens therefore stay a (B, H, W, C) map, which is also what `forward_features`
+    returns. There are no prefix tokens.
     """
+    output_fmt = 'NHWC'
 
     def __init__(
             self,
@@ -116,24 +117,8 @@ class FlattenViT(VisionTransformer):
         """
         super().__init__(
             img_size, global_pool=global_pool, class_token=class_token, embed_layer=embed_layer, **kwargs)
-        self.flatten_blocks(attn_types, focusing_factor=focusing_factor, kernel_size=kernel_size)
-
-    @torch.jit.ignore
-    def flatten_blocks(self, attn_types: str | Sequence[str], **kwargs) -> None:
-        """Give the linear blocks focused linear attention, in place.
-
-        Args:
-            attn_types: 'linear' or 'softmax', for all blocks or for each.
-            **kwargs: focusing_factor and kernel_size.
-        """
         attn_types = resolve_attn_types(attn_types, len(self.blocks), 'blocks')
-        reason = why_not(self, attn_types)
-        if reason:
-            raise ValueError(f'this ViT cannot have focused linear attention: {reason}')
-        self.blocks = nn.Sequential(*[
-            FlattenViTBlock(block, attn_type, self.patch_embed.grid_size, self.dynamic_img_size, **kwargs)
-            for block, attn_type in zip(self.blocks, attn_types, strict=True)
-        ])
+        flatten_blocks(self, attn_types, focusing_factor=focusing_factor, kernel_size=kernel_size)
 
     @torch.jit.ignore
     def set_input_size(self, img_size=None, patch_size=None) -> None:
@@ -156,63 +141,93 @@ class FlattenViT(VisionTransformer):
             x = x + pos_embed.reshape(1, H, W, -1)
         return self.pos_drop(x)
 
-    def forward_features(
-            self,
-            x: torch.Tensor,
-            attn_mask: torch.Tensor | None = None,
-            is_causal: bool = False,
-    ) -> torch.Tensor:
-        """Tokens (B, N, C) after the final norm. There is no attention matrix to mask."""
-        assert attn_mask is None and not is_causal, 'Linear attention takes no attn_mask and is never causal.'
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, H, W, C) map after the final norm. timm's attention masks make no sense here: no matrix to mask."""
         x = self.norm_pre(self._pos_embed(self.patch_embed(x)))
         if self.grad_checkpointing and not torch.jit.is_scripting():
             x = checkpoint_seq(self.blocks, x)
         else:
             x = self.blocks(x)
-        return self.norm(x).flatten(1, 2)
+        return self.norm(x)
+
+    def pool(self, x: torch.Tensor, pool_type: str | None = None) -> torch.Tensor:
+        """Pool a (B, H, W, C) map to (B, C), or leave it as it is if the pooling is ''."""
+        pool_type = self.global_pool if pool_type is None else pool_type
+        if self.attn_pool is not None:
+            return self.attn_pool(x.flatten(1, 2))
+        if not pool_type:
+            return x
+        return global_pool_nlc(x.flatten(1, 2), pool_type=pool_type, num_prefix_tokens=0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward_head(self.forward_features(x))
 
     @torch.jit.ignore
     def forward_intermediates(self, x: torch.Tensor, *args, output_fmt: str = 'NCHW', **kwargs):
-        """timm's, with the maps inside turned back to tokens wherever timm returns tokens."""
-        def to_tokens(maps):
-            return [y.flatten(1, 2) for y in maps] if output_fmt == 'NLC' else maps
-
+        """timm's, whose 'NLC' means tokens."""
         out = super().forward_intermediates(x, *args, output_fmt=output_fmt, **kwargs)
-        if isinstance(out, list):
-            return to_tokens(out)
-        if isinstance(out, dict):
-            out['image_intermediates'] = to_tokens(out['image_intermediates'])
-            if 'image_features' in out:
-                out['image_features'] = out['image_features'].flatten(1, 2)
-            return out
-        features, intermediates = out
-        return features.flatten(1, 2), to_tokens(intermediates)
+        if output_fmt == 'NLC':
+            maps = out if isinstance(out, list) else out['image_intermediates'] if isinstance(out, dict) else out[1]
+            maps[:] = [y.flatten(1, 2) for y in maps]
+        return out
 
 
-def why_not(model: VisionTransformer, attn_types: Sequence[str]) -> str | None:
-    """Why the blocks of a ViT can't have focused linear attention, None if they can."""
-    if model.num_prefix_tokens:
-        return f'it has {model.num_prefix_tokens} prefix (class or register) tokens, which have no place on the grid'
-    if not isinstance(model.patch_drop, nn.Identity):
-        return 'it drops patches (patch_drop_rate), which leaves no grid'
-    for i, (block, attn_type) in enumerate(zip(model.blocks, attn_types, strict=True)):
-        if type(block) is not Block:
-            return f'block {i} is a {type(block).__name__}, not a plain pre-norm Block'
+def flatten_blocks(model: VisionTransformer, attn_types: Sequence[str], **kwargs) -> None:
+    """Make a ViT a `FlattenViT` with focused linear attention in its linear blocks, in place.
+
+    Args:
+        model: The network.
+        attn_types: 'linear' or 'softmax' for each block.
+        **kwargs: focusing_factor and kernel_size.
+
+    Raises:
+        ValueError: The model cannot be converted; the message says why, and the model is as it was.
+    """
+    check_grid(model)
+    for block, attn_type in zip(model.blocks, attn_types, strict=True):
         if attn_type == 'linear':
-            attn = block.attn
-            if type(attn) is not vision_transformer.Attention:
-                return f'the attention of block {i} is a {type(attn).__name__}, not timm\'s Attention'
-            extras = {'q_norm': attn.q_norm, 'k_norm': attn.k_norm, 'norm': attn.norm, 'gate': attn.gate}
-            extras = [name for name, module in extras.items() if not isinstance(module, nn.Identity | None)]
-            if extras:
-                return f'the attention of block {i} has {", ".join(extras)}, which focused linear attention has not'
-    return None
+            check_plain_attention(block.attn)
+    model.blocks = nn.Sequential(*[
+        FlattenViTBlock(block, attn_type, model.patch_embed.grid_size, model.dynamic_img_size, **kwargs)
+        for block, attn_type in zip(model.blocks, attn_types, strict=True)
+    ])
+    model.__class__ = FlattenViT
+
+
+def check_plain_attention(attn: nn.Module) -> None:
+    """Raise a ValueError unless `attn` is timm's Attention with nothing but its projections."""
+    if type(attn) is not vision_transformer.Attention:
+        raise ValueError(f"cannot replace a {type(attn).__name__}: only timm's Attention")
+    extras = {'q_norm': attn.q_norm, 'k_norm': attn.k_norm, 'norm': attn.norm, 'gate': attn.gate}
+    extras = [name for name, module in extras.items() if not isinstance(module, nn.Identity | None)]
+    if extras:
+        raise ValueError(f'cannot replace an attention that has {", ".join(extras)}: linear attention has no such part')
+
+
+def check_grid(model: VisionTransformer) -> None:
+    """Raise a ValueError unless the model's tokens are a whole grid, in plain blocks."""
+    if model.num_prefix_tokens:
+        raise ValueError(
+            f'focused linear attention needs tokens on a grid, and this ViT has {model.num_prefix_tokens} prefix '
+            f'tokens; build it with class_token=False, reg_tokens=0')
+    if not isinstance(model.patch_drop, nn.Identity):
+        raise ValueError('focused linear attention needs all tokens of the grid; build the ViT with patch_drop_rate=0')
+    for block in model.blocks:
+        if type(block) is not Block:
+            raise ValueError(f"cannot convert a {type(block).__name__}: only timm's plain pre-norm ViT Block")
 
 
 def checkpoint_filter_fn(checkpoint: dict, model: nn.Module) -> dict[str, torch.Tensor]:
     """timm's or the zoo's own checkpoint of a ViT without prefix tokens, to a state dict that fits the model."""
-    state_dict = vision_transformer.checkpoint_filter_fn(unwrap_state_dict(checkpoint), model)
-    return fit_position_tensors(state_dict, model)
+    state_dict = dict(unwrap_state_dict(checkpoint))
+    grids = [value.shape[1:3] for key, value in state_dict.items() if key.endswith('.positional_encoding')]
+    known = {}
+    if grids and 'pos_embed' in state_dict:
+        # timm must guess the grid behind a row of position embeddings; the zoo's encodings tell it
+        known['pos_embed'] = resample_abs_pos_embed(
+            state_dict.pop('pos_embed'), model.patch_embed.grid_size, grids[0], num_prefix_tokens=0)
+    state_dict = vision_transformer.checkpoint_filter_fn(state_dict, model)
+    return fit_position_tensors({**state_dict, **known}, model)
 
 
 def _create_flatten_deit(variant: str, pretrained: bool = False, **kwargs) -> FlattenViT:
@@ -229,7 +244,7 @@ def _create_flatten_deit(variant: str, pretrained: bool = False, **kwargs) -> Fl
 
 def _cfg(**kwargs) -> dict:
     return flatten_cfg(
-        fixed_input_size=True, pool_size=None, first_conv='patch_embed.proj', classifier='head', **kwargs)
+        fixed_input_size=True, pool_size=(14, 14), first_conv='patch_embed.proj', classifier='head', **kwargs)
 
 
 default_cfgs = generate_default_cfgs({

@@ -56,23 +56,30 @@ class FlattenPVTv2Attention(FocusedLinearAttention):
 
 def flatten_stages(
         model: PyramidVisionTransformerV2,
-        img_size: int | tuple[int, int],
         attn_types: Sequence[str],
+        img_size: int | tuple[int, int],
         **kwargs,
 ) -> None:
     """Give the linear stages of a PVTv2 focused linear attention, in place.
 
     Args:
         model: The network.
-        img_size: Image size whose stage grids the positional encodings are made for.
         attn_types: 'linear' or 'softmax' for each stage.
+        img_size: Image size whose stage grids the positional encodings are made for.
         **kwargs: focusing_factor and kernel_size.
+
+    Raises:
+        ValueError: A linear stage has other attention than PVTv2's; the model is as it was.
     """
-    for i, (stage, attn_type) in enumerate(zip(model.stages, attn_types, strict=True)):
+    linear_stages = [i for i, attn_type in enumerate(attn_types) if attn_type == 'linear']
+    for i in linear_stages:
+        for block in model.stages[i].blocks:
+            if type(block.attn) is not pvt_v2.Attention:
+                raise ValueError(f"cannot replace a {type(block.attn).__name__}: only PVTv2's Attention")
+    for i in linear_stages:
         grid_size = tuple(-(-size // (4 * 2 ** i)) for size in to_2tuple(img_size))
-        if attn_type == 'linear':
-            for block in stage.blocks:
-                block.attn = FlattenPVTv2Attention(block.attn, grid_size, **kwargs)
+        for block in model.stages[i].blocks:
+            block.attn = FlattenPVTv2Attention(block.attn, grid_size, **kwargs)
 
 
 class FlattenPVTv2(PyramidVisionTransformerV2):
@@ -101,7 +108,7 @@ class FlattenPVTv2(PyramidVisionTransformerV2):
         """
         super().__init__(**kwargs)
         attn_types = resolve_attn_types(attn_types, len(self.depths))
-        flatten_stages(self, img_size, attn_types, focusing_factor=focusing_factor, kernel_size=kernel_size)
+        flatten_stages(self, attn_types, img_size, focusing_factor=focusing_factor, kernel_size=kernel_size)
 
 
 def checkpoint_filter_fn(checkpoint: dict, model: nn.Module) -> dict[str, torch.Tensor]:

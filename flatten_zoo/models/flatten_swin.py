@@ -66,6 +66,27 @@ class FlattenSwinBlock(nn.Module):
         return x + self.drop_path2(self.mlp(self.norm2(x)))
 
 
+def flatten_stages(model: SwinTransformer, attn_types: Sequence[str], **kwargs) -> None:
+    """Give the linear stages of a Swin focused linear attention, in place.
+
+    Args:
+        model: The network.
+        attn_types: 'linear' or 'softmax' for each stage.
+        **kwargs: focusing_factor and kernel_size.
+
+    Raises:
+        ValueError: A linear stage has other blocks than Swin's; the model is as it was.
+    """
+    linear_stages = [
+        stage for stage, attn_type in zip(model.layers, attn_types, strict=True) if attn_type == 'linear']
+    for stage in linear_stages:
+        for block in stage.blocks:
+            if type(block) is not SwinTransformerBlock:
+                raise ValueError(f'cannot convert a {type(block).__name__}: only a SwinTransformerBlock')
+    for stage in linear_stages:
+        stage.blocks = nn.Sequential(*[FlattenSwinBlock(block, **kwargs) for block in stage.blocks])
+
+
 class FlattenSwin(SwinTransformer):
     """Swin Transformer with focused linear attention over the whole grid in its linear stages."""
 
@@ -90,10 +111,8 @@ class FlattenSwin(SwinTransformer):
                 stages alone.
         """
         super().__init__(img_size, embed_layer=embed_layer, **kwargs)
-        for stage, attn_type in zip(self.layers, resolve_attn_types(attn_types, self.num_layers), strict=True):
-            if attn_type == 'linear':
-                stage.blocks = nn.Sequential(*[
-                    FlattenSwinBlock(block, focusing_factor, kernel_size) for block in stage.blocks])
+        attn_types = resolve_attn_types(attn_types, self.num_layers)
+        flatten_stages(self, attn_types, focusing_factor=focusing_factor, kernel_size=kernel_size)
 
 
 def checkpoint_filter_fn(checkpoint: dict, model: nn.Module) -> dict[str, torch.Tensor]:

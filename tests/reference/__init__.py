@@ -24,8 +24,12 @@ class Reference:
     description: dict
 
 
+def load_description(name: str) -> dict:
+    return json.loads((FOLDER / f'{name}.json').read_text())
+
+
 def load_reference(name: str) -> Reference:
-    description = json.loads((FOLDER / f'{name}.json').read_text())
+    description = load_description(name)
     with np.load(FOLDER / f'{name}.npz') as outputs:
         return Reference(
             state_dict={

@@ -1,0 +1,192 @@
+"""Cost of operators and models by name, side by side, as numbers and as a picture."""
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import timm
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from torch import nn
+from tqdm import tqdm
+
+from .complexity import Cost, Measurement, available_memory, closed_form, count, peak_memory
+from .errors import UsageError
+from .layers import EfficientAttention, InterlacedSparseAttention, NonLocalAttention
+from .models.build import build_model, check_model_name
+from .tables import Table
+
+__all__ = ['OPERATORS', 'Comparison', 'compare', 'compare_all', 'comparison_table', 'default_size', 'plot']
+
+OPERATORS = {'ea': EfficientAttention, 'issa': InterlacedSparseAttention, 'nl': NonLocalAttention}
+OPERATOR_DIM = 256  # channels at which operators are compared: those of a feature pyramid
+OPERATOR_SIZE = 32  # default side of their map
+
+_COLUMNS = {  # of a table: heading and unit for people
+    'parameters': ('params (M)', 1e6),
+    'macs': ('GMACs', 1e9),
+    'activations': ('activations (M)', 1e6),
+    'peak_memory': ('peak memory (MB)', 1e6),
+    'closed_form_macs': ('closed-form GMACs', 1e9),
+    'closed_form_memory': ('closed-form memory (MB)', 1e6),
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Cost of an operator or model at one size.
+
+    Attributes:
+        name: What was measured.
+        size: Side of the square map (operator) or image (model).
+        measured: Counted and measured cost.
+        closed_form: Cost by the equations, for an operator.
+    """
+    name: str
+    size: int
+    measured: Measurement
+    closed_form: Cost | None
+
+
+def default_size(name: str) -> int:
+    """Side of the map (operator) or image (model: that of its configuration) at which a thing is compared."""
+    if name in OPERATORS:
+        return OPERATOR_SIZE
+    check_model_name(name)
+    cfg = timm.get_pretrained_cfg(name)
+    return cfg.input_size[-1] if cfg else 224
+
+
+def compare_all(names: list[str], sizes: list[int] | None = None, picture: Path | None = None) -> list[Comparison]:
+    """Compares several operators and models, each at several sizes, on the GPU if there is one.
+
+    Args:
+        names: Operators (`OPERATORS`) and model names.
+        sizes: Sides of the square maps or images; `default_size` if None, and up to four times it for a picture.
+        picture: Where the comparison is to be drawn, checked before anything is measured.
+
+    Raises:
+        UsageError: As in `compare` and `plot`.
+    """
+    if picture:
+        check_picture_path(picture)
+    device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+    multiples = (1, 2, 3, 4) if picture else (1,)
+    todo = [(name, size) for name in names for size in sizes or [m * default_size(name) for m in multiples]]
+    return [compare(name, size, device) for name, size in tqdm(todo, leave=False, disable=None)]
+
+
+def comparison_table(comparisons: list[Comparison], exact: bool) -> Table:
+    """Comparisons as a table; columns without an entry are left out.
+
+    Args:
+        comparisons: The rows.
+        exact: Plain numbers and bytes, for programs, in place of rounded ones with units, for people.
+    """
+    values = [{
+        **asdict(c.measured),
+        'closed_form_macs': c.closed_form and c.closed_form.macs,
+        'closed_form_memory': c.closed_form and c.closed_form.memory,
+    } for c in comparisons]
+    columns = [column for column in _COLUMNS if any(row[column] is not None for row in values)]
+
+    def cell(value: int | None, column: str) -> str:
+        if value is None:
+            return ''
+        if exact:
+            return str(value)
+        value /= _COLUMNS[column][1]
+        return f'{value:.3g}' if value < 999.5 else f'{value:.0f}'
+
+    header = ['name', 'size', *(column if exact else _COLUMNS[column][0] for column in columns)]
+    return header, [
+        [c.name, str(c.size), *(cell(row[column], column) for column in columns)]
+        for c, row in zip(comparisons, values, strict=True)]
+
+
+def compare(name: str, size: int, device: torch.device) -> Comparison:
+    """Counts and measures an operator (one of `OPERATORS`, at 256 channels) or a model on one image.
+
+    Args:
+        name: An operator or any model name of timm.
+        size: Side of the square map or image.
+        device: Where the memory is measured.
+
+    Raises:
+        UsageError: The name is unknown, it cannot have that size, or it would not fit in the free memory.
+    """
+    try:
+        module, shape = _build(name, size, 'meta')
+        counted = count(module, shape)
+    except UsageError:
+        raise
+    except (AssertionError, RuntimeError, ValueError) as e:
+        raise UsageError(f"'{name}' does not take size {size}: {str(e).splitlines()[0]}") from e
+    available = available_memory(device)
+    if counted.peak_memory > available:
+        raise UsageError(
+            f"'{name}' at size {size} needs {counted.peak_memory / 1e9:.1f} GB of memory and {available / 1e9:.1f} GB "
+            f'are free ({device.type}): choose smaller sizes with --img-size')
+    closed = closed_form(module, shape[2:]) if name in OPERATORS else None
+    module, _ = _build(name, size, device)
+    measured = replace(counted, peak_memory=peak_memory(module, torch.randn(shape, device=device)))
+    return Comparison(name, size, measured, closed)
+
+
+def _build(name: str, size: int, device: str | torch.device) -> tuple[nn.Module, tuple[int, ...]]:
+    """An operator or model in inference mode, and the shape of an input of the given size."""
+    if size < 1:
+        raise UsageError(f'--img-size must be positive, got {size}')
+    if name in OPERATORS:
+        return OPERATORS[name](OPERATOR_DIM, device=device).eval(), (1, OPERATOR_DIM, size, size)
+    check_model_name(name)
+    cfg = timm.get_pretrained_cfg(name)
+    kwargs = {'img_size': size} if cfg and cfg.fixed_input_size else {}
+    model = build_model(name, device=device, **kwargs).eval()
+    return model, (1, model.pretrained_cfg['input_size'][0], size, size)
+
+
+def check_picture_path(path: Path) -> None:
+    """Raises a `UsageError` where no picture can be written, before hours of work are lost on it."""
+    formats = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise UsageError(f"cannot write a picture to '{path}': its name must end in one of {', '.join(formats)}")
+    if not path.parent.is_dir():
+        raise UsageError(f"cannot write a picture to '{path}': there is no folder '{path.parent}'")
+
+
+def plot(comparisons: list[Comparison], path: Path) -> None:
+    """Draws multiply-accumulates and memory against resolution, one line for each name, with logarithmic axes.
+
+    Args:
+        comparisons: What to draw.
+        path: File to write; its suffix names the format.
+
+    Raises:
+        UsageError: There is no such format or folder.
+    """
+    check_picture_path(path)
+    figure = Figure(figsize=(10, 4.5), layout='constrained')
+    compute, memory = figure.subplots(1, 2)
+    for i, name in enumerate(dict.fromkeys(c.name for c in comparisons)):
+        rows = sorted((c for c in comparisons if c.name == name), key=lambda c: c.size)
+        sizes = [c.size for c in rows]
+        style = {'marker': 'o', 'markersize': max(3, 9 - 2 * i)}  # what lies under another line can be seen
+        line, = compute.plot(sizes, [c.measured.macs / 1e9 for c in rows], label=name, **style)
+        memory.plot(sizes, [c.measured.peak_memory / 1e6 for c in rows], label=f'{name}, measured peak', **style)
+        if name in OPERATORS:
+            memory.plot(
+                sizes, [c.closed_form.memory / 1e6 for c in rows], linestyle='--', color=line.get_color(),
+                label=f'{name}, closed form')
+    compute.set(title='Computation per image', ylabel='multiply-accumulates (G)')
+    memory.set(title='Inference memory per image', ylabel='memory (MB)')
+    for axes in (compute, memory):
+        axes.set(xscale='log', yscale='log', xlabel='side of the image (models) or map (operators)')
+        sizes = sorted({c.size for c in comparisons})
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize='small')
+    unfinished = path.with_name(f'.unfinished-{path.name}')
+    figure.savefig(unfinished, dpi=150)
+    os.replace(unfinished, path)

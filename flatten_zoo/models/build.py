@@ -1,0 +1,36 @@
+"""Building a model by the name that a person typed, for commands."""
+import timm
+from timm.models import get_arch_pretrained_cfgs, split_model_name_tag
+from torch import nn
+
+from ..errors import UsageError, unknown_name
+
+__all__ = ['build_model', 'check_model_name']
+
+
+def check_model_name(name: str) -> None:
+    """Raises a `UsageError` with near names where timm knows no such model or tag; addresses ('hf-hub:…') pass."""
+    if ':' in name:
+        return
+    architecture, tag = split_model_name_tag(name)
+    if not timm.is_model(architecture):
+        raise unknown_name('model', name, timm.list_models())
+    if tag and name not in (tagged := get_arch_pretrained_cfgs(architecture)):
+        raise unknown_name('model', name, tagged)
+
+
+def build_model(name: str, **kwargs) -> nn.Module:
+    """`timm.create_model` with errors that a person can act on.
+
+    Args:
+        name: Any model name of timm, with or without a tag: a zoo model, another timm model, or a 'hf-hub:…' address.
+        **kwargs: Arguments of `timm.create_model`.
+
+    Raises:
+        UsageError: There is no such model or tag, or the model does not have one of the arguments.
+    """
+    check_model_name(name)
+    try:
+        return timm.create_model(name, **kwargs)
+    except TypeError as e:  # what Python says of an unknown argument
+        raise UsageError(f"model '{name}': {e}") from e

@@ -1,0 +1,116 @@
+"""Linear attention for timm transformers that already exist."""
+from collections.abc import Sequence
+
+import torch
+from timm.layers import get_device_dtype
+from timm.models.pvt_v2 import PyramidVisionTransformerV2
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.vision_transformer import Attention, VisionTransformer
+from torch import nn
+
+from ..layers import EfficientAttention
+from . import flatten_deit, flatten_pvt_v2, flatten_swin
+from .flatten_deit import check_plain_attention
+
+__all__ = ['replace_attention']
+
+
+class EfficientTokenAttention(EfficientAttention):
+    """Efficient attention in place of a ViT's attention, over its (B, N, C) tokens."""
+
+    def __init__(self, attn: Attention):
+        super().__init__(
+            attn.qkv.in_features,
+            key_dim=attn.attn_dim,
+            value_dim=attn.attn_dim,
+            num_heads=attn.num_heads,
+            residual=False,
+            spatial_dims=1,
+            **get_device_dtype(attn),
+        )
+        q, k, v = attn.qkv.weight.chunk(3)
+        bias = attn.qkv.bias if attn.qkv.bias is not None else attn.qkv.weight.new_zeros(3 * attn.attn_dim)
+        with torch.no_grad():
+            for conv, weight, conv_bias in zip(
+                    (self.queries, self.keys, self.values, self.reprojection),
+                    (q, k, v, attn.proj.weight),
+                    (*bias.chunk(3), attn.proj.bias),
+                    strict=True,
+            ):
+                conv.weight.copy_(weight.unsqueeze(-1))
+                conv.bias.copy_(conv_bias)
+        self.proj_drop = attn.proj_drop
+
+    def forward(self, x: torch.Tensor, attn_mask: None = None, is_causal: bool = False) -> torch.Tensor:
+        if attn_mask is not None or is_causal:
+            raise ValueError('efficient attention has no attention matrix: attn_mask and is_causal must be unset')
+        return self.proj_drop(super().forward(x.transpose(1, 2)).transpose(1, 2))
+
+
+def replace_by_efficient_attention(model: VisionTransformer, where: Sequence[int]) -> None:
+    """Give the blocks of a ViT at the indices `where` efficient attention, in place."""
+    for i in where:
+        check_plain_attention(model.blocks[i].attn)
+    for i in where:
+        model.blocks[i].attn = EfficientTokenAttention(model.blocks[i].attn)
+
+
+def replace_attention(
+        model: nn.Module,
+        attention: str = 'focused_linear',
+        where: Sequence[int] | None = None,
+        img_size: int | tuple[int, int] | None = None,
+        **kwargs,
+) -> nn.Module:
+    """Give blocks or stages of a timm transformer linear attention, in place, keeping their trained projections.
+
+    The weights of queries, keys, values and output stay; what the new attention has besides starts fresh, so the model
+    wants fine-tuning. Everything of timm's API works as before, but that a ViT with focused linear attention keeps its
+    tokens as maps: its `forward_features` gives (B, H, W, C).
+
+    Args:
+        model: A plain `VisionTransformer` (ViT, DeiT), `SwinTransformer` or `PyramidVisionTransformerV2`; for
+            'focused_linear' the ViT must have no prefix tokens.
+        attention: 'focused_linear' (FLatten Transformer), or for ViTs 'efficient' (efficient attention, softmax
+            normalization, as many heads and channels as before).
+        where: Indices of the blocks of a ViT, or of the stages of the others; None for all.
+        img_size: Image size (H, W) whose grids a PVTv2's positional encodings are made for; the size of its pretrained
+            configuration if None. The others know theirs.
+        **kwargs: focusing_factor and kernel_size of focused linear attention.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: The model cannot be converted, and is as it was; the message says why.
+    """
+    if attention not in ('focused_linear', 'efficient'):
+        raise ValueError(f"attention must be 'focused_linear' or 'efficient', got '{attention}'")
+    if attention == 'efficient':
+        if not isinstance(model, VisionTransformer) or kwargs:
+            raise ValueError("attention='efficient' is for a VisionTransformer, and takes no further arguments")
+        replace_by_efficient_attention(model, _chosen(where, len(model.blocks)))
+    elif type(model) is VisionTransformer:
+        flatten_deit.flatten_blocks(model, _attn_types(where, len(model.blocks)), **kwargs)
+    elif isinstance(model, SwinTransformer):
+        flatten_swin.flatten_stages(model, _attn_types(where, len(model.layers)), **kwargs)
+    elif isinstance(model, PyramidVisionTransformerV2):
+        img_size = img_size or getattr(model, 'pretrained_cfg', {}).get('input_size', (3, 224, 224))[1:]
+        flatten_pvt_v2.flatten_stages(model, _attn_types(where, len(model.stages)), img_size, **kwargs)
+    else:
+        raise ValueError(
+            f'cannot convert a {type(model).__name__}; what can be converted is a timm VisionTransformer without '
+            f'prefix tokens, a SwinTransformer or a PyramidVisionTransformerV2 (before any features_only wrapping)')
+    return model.train(model.training)
+
+
+def _chosen(where: Sequence[int] | None, number: int) -> Sequence[int]:
+    where = range(number) if where is None else where
+    if not set(where) <= set(range(number)):
+        raise ValueError(f'where must be indices from 0 to {number - 1}, got {where}')
+    return where
+
+
+def _attn_types(where: Sequence[int] | None, number: int) -> list[str]:
+    where = _chosen(where, number)
+    return ['linear' if i in where else 'softmax' for i in range(number)]

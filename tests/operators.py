@@ -1,0 +1,38 @@
+"""What the tests of the attention operators share."""
+import copy
+
+import torch
+from torch import nn
+
+from flatten_zoo.layers import EfficientAttention, InterlacedSparseAttention, NonLocalAttention
+
+# small forms of every operator, for maps of 16 channels
+SMALL = {
+    'ea': lambda **kw: EfficientAttention(16, 8, 8, num_heads=2, **kw),
+    'ea_scaling': lambda **kw: EfficientAttention(16, 8, 12, num_heads=4, normalization='scaling', **kw),
+    'nl': lambda **kw: NonLocalAttention(16, 8, 8, num_heads=2, **kw),
+    'nl_scaling': lambda **kw: NonLocalAttention(16, 8, 12, num_heads=4, normalization='scaling', **kw),
+    'issa': lambda **kw: InterlacedSparseAttention(16, 8, 8, **kw),
+}
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference, relative to the largest expected value."""
+    return ((actual.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
+
+
+def output_and_gradients(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Output of `module(x)`, and the gradients of half its square with respect to the input and each parameter.
+
+    The output is first divided by its largest value, so that the gradients are in the range of half precision, as the
+    scaling of a loss sees to in training.
+    """
+    x = x.detach().requires_grad_()
+    y = module(x)
+    (y.double() / y.detach().abs().max().clamp_min(1e-3)).square().sum().div(2).backward()
+    return [y.detach(), x.grad, *(p.grad for p in module.parameters())]
+
+
+def in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of the module in another type, with the same weights."""
+    return copy.deepcopy(module).to(dtype)

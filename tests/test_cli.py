@@ -1,0 +1,69 @@
+import csv
+import subprocess
+import sys
+
+import matplotlib.image
+import pytest
+
+from flatten_zoo.cli import COMMANDS, main
+
+
+def test_help_lists_every_command():
+    done = subprocess.run([sys.executable, '-m', 'flatten_zoo', '--help'], capture_output=True, text=True, check=True)
+    assert all(name in done.stdout and command.__doc__ for name, command in COMMANDS.items())
+
+
+def test_no_command(capsys):
+    with pytest.raises(SystemExit) as e:
+        main([])
+    assert e.value.code == 2 and 'COMMAND' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('table, cell', [('ea-table2', '41.3 M'), ('ea-section3.5', '513×'), ('stereo', '9.68 TB')])
+def test_paper_table(table, cell, capsys):
+    assert main(['complexity', '--table', table]) == 0
+    assert cell in capsys.readouterr().out
+    assert main(['complexity', '--table', table, '--format', 'csv']) == 0
+    assert cell in capsys.readouterr().out.replace(',', '\n').splitlines()
+
+
+def test_every_paper_table_has_its_option(capsys):
+    from flatten_zoo.paper_tables import PAPER_TABLES
+    with pytest.raises(SystemExit):
+        main(['complexity', '--help'])
+    assert '{' + ','.join(PAPER_TABLES) + '}' in capsys.readouterr().out
+
+
+def test_operators_and_models(capsys):
+    assert main(['complexity', 'ea', 'resnet18', '--img-size', '32', '64', '--format', 'csv']) == 0
+    rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+    assert [(row['name'], row['size']) for row in rows] == [
+        ('ea', '32'), ('ea', '64'), ('resnet18', '32'), ('resnet18', '64')]
+    assert rows[0]['macs'] == rows[0]['closed_form_macs'] == str(32 * 32 * (256 * 256 + 2 * 64 * 64))
+    assert rows[2]['closed_form_macs'] == ''
+    assert main(['complexity', 'resnet18', '--img-size', '32']) == 0
+    header, row = capsys.readouterr().out.splitlines()
+    assert header.split() == ['name', 'size', 'params', '(M)', 'GMACs', 'activations', '(M)', 'peak', 'memory', '(MB)']
+    assert row.split()[:3] == ['resnet18', '32', '11.7']
+
+
+def test_plot(tmp_path, capsys):
+    picture = tmp_path / 'cost.png'
+    assert main(['complexity', 'ea', 'nl', '--img-size', '8', '16', '24', '--plot', str(picture)]) == 0
+    assert matplotlib.image.imread(picture).std() > 0
+    assert [path.name for path in tmp_path.iterdir()] == ['cost.png']
+    assert len(capsys.readouterr().out.splitlines()) == 7
+
+
+@pytest.mark.parametrize('arguments, message', [
+    ([], 'name models or operators to compare, or a paper table with --table'),
+    (['ea', '--table', 'stereo'], 'name models or operators to compare, or a paper table with --table'),
+    (['ea_resnet500'], "unknown model 'ea_resnet500'; did you mean"),
+    (['nl', '--img-size', '2048'], "'nl' at size 2048 needs"),
+    (['ea', '--plot', 'cost.xyz'], "cannot write a picture to 'cost.xyz'"),
+    (['ea', '--plot', 'no/such/folder/cost.png'], "there is no folder 'no/such/folder'"),
+])
+def test_mistakes_are_one_line_and_status_2(arguments, message, capsys):
+    assert main(['complexity', *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and len(captured.err.splitlines()) == 1 and not captured.out
