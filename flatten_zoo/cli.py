@@ -4,6 +4,7 @@ A subcommand is one function below: its docstring is the help, it adds the argum
 them. It is registered by its place in `COMMANDS`, and imports the module that does the work only when it runs.
 """
 import argparse
+import ast
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,8 +48,100 @@ def complexity(parser: argparse.ArgumentParser) -> Command:
     return run
 
 
+def convert(parser: argparse.ArgumentParser) -> Command:
+    """Convert a checkpoint: official, of train.py, or in timm's style; to a folder for the Hub, or to other files.
+
+    Only tensors and plain values are read; code that a file may carry is never run.
+    """
+    _checkpoint_arguments(parser, 'SOURCE', 'checkpoint file')
+    parser.add_argument(
+        '-o', '--output', type=Path, required=True, metavar='FOLDER|FILE',
+        help="folder in timm's Hub layout, FILE.safetensors for the tensors alone, or FILE.pth with --to official")
+    parser.add_argument(
+        '--to', choices=['timm', 'official'], default='timm',
+        help='whose names and shapes the tensors have (default: timm)')
+
+    def run(args: argparse.Namespace) -> None:
+        from . import weights
+        model = weights.load_model(args.source, args.model, args.use_ema, dict(args.model_kwargs))
+        weights.write_weights(model, args.output, official=args.to == 'official')
+        print(f'wrote {args.output}')
+
+    return run
+
+
+def push(parser: argparse.ArgumentParser) -> Command:
+    """Publish a model on the Hugging Face Hub, for everyone to load with `timm.create_model('hf-hub:account/name')`.
+
+    A folder is sent as `flatten-zoo convert` wrote it; a checkpoint is converted first. If it stops on the way, the
+    same command again continues.
+    """
+    _checkpoint_arguments(parser, 'FOLDER|CHECKPOINT', "folder in timm's Hub layout, or checkpoint file")
+    parser.add_argument('--repo', required=True, metavar='ACCOUNT/NAME', help='repository, created if there is none')
+    parser.add_argument('--private', action='store_true', help='for a private repository')
+    parser.add_argument('--dry-run', action='store_true', help='check, and show what would be sent, but send nothing')
+
+    def run(args: argparse.Namespace) -> None:
+        from . import weights
+        with weights.hub_folder(args.source, args.repo, args.model, args.use_ema, dict(args.model_kwargs)) as folder:
+            if args.dry_run:
+                print(weights.dry_run(folder, args.repo, args.private))
+            else:
+                print(weights.push(folder, args.repo, args.private, keep_card=args.source != folder))
+
+    return run
+
+
+def _checkpoint_arguments(parser: argparse.ArgumentParser, metavar: str, help: str) -> None:
+    parser.add_argument('source', type=Path, metavar=metavar, help=help)
+    parser.add_argument(
+        '--model', metavar='NAME', help='model of the checkpoint, with its tag if these are the released weights '
+        '(default: what a checkpoint of train.py says)')
+    parser.add_argument('--use-ema', action='store_true', help='take the averaged (EMA) weights')
+    parser.add_argument(
+        '--model-kwargs', nargs='*', default=[], type=_key_value, metavar='KEY=VALUE',
+        help='more arguments of the model, such as img_size=384')
+
+
+def _key_value(text: str) -> tuple[str, object]:
+    key, separator, value = text.partition('=')
+    if not separator:
+        raise argparse.ArgumentTypeError(f"'{text}' is not KEY=VALUE")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value
+
+
+def list_models(parser: argparse.ArgumentParser) -> Command:
+    """List every model: parameters, image size, tag, and where its weights come from."""
+    def run(args: argparse.Namespace) -> None:
+        from . import tables, weights
+        print(tables.as_text(*weights.list_table()))
+
+    return run
+
+
+def info(parser: argparse.ArgumentParser) -> Command:
+    """Show a model's configuration, where its weights come from, what of them is cached, and the reported accuracy."""
+    parser.add_argument('model', metavar='MODEL', help='model name, with or without a tag')
+
+    def run(args: argparse.Namespace) -> None:
+        from . import weights
+        from .models.build import check_model_name
+        check_model_name(args.model)
+        for what, how in weights.describe(args.model):
+            print(f'{what:<20}{how}')
+
+    return run
+
+
 COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Command]] = {
     'complexity': complexity,
+    'convert': convert,
+    'push': push,
+    'list': list_models,
+    'info': info,
 }
 
 

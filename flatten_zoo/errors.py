@@ -3,7 +3,7 @@ import difflib
 import sys
 from collections.abc import Callable, Iterable
 
-__all__ = ['UsageError', 'report_usage_errors', 'unknown_name']
+__all__ = ['UsageError', 'first_line', 'report_usage_errors', 'unknown_name']
 
 
 class UsageError(ValueError):
@@ -23,6 +23,11 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:
     """
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     return UsageError(f"unknown {kind} '{name}'" + (f"; did you mean {', '.join(near)}?" if near else ''))
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def report_usage_errors(command: Callable[[], int | None]) -> int:

@@ -9,13 +9,17 @@ Table = tuple[list[str], list[list[str]]]  # header and rows
 
 
 def as_text(header: list[str], rows: Iterable[list[str]]) -> str:
-    """Aligned columns, the first to the left and the others, which are figures as a rule, to the right."""
+    """Aligned columns, figures to the right and words to the left."""
     lines = [header, *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return '\n'.join(
-        '  '.join(cell.rjust(width) if i else cell.ljust(width)
-                  for i, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
-        for line in lines)
+    columns = [
+        [cell.rjust(max(map(len, column))) if _is_figures(column[1:]) else cell.ljust(max(map(len, column)))
+         for cell in column]
+        for column in zip(*lines, strict=True)]
+    return '\n'.join('  '.join(line).rstrip() for line in zip(*columns, strict=True))
+
+
+def _is_figures(cells: Iterable[str]) -> bool:
+    return any(cell[:1].isdigit() for cell in cells)
 
 
 def as_csv(header: list[str], rows: Iterable[list[str]]) -> str:

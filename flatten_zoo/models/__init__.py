@@ -1,4 +1,5 @@
 """The networks; importing them registers them with timm."""
+from ._released import RELEASES, Release, use_hub
 from .attention_resnet import AttentionResNet
 from .flatten_cswin import FlattenCSwin
 from .flatten_deit import FlattenViT
@@ -8,5 +9,6 @@ from .flatten_swin import FlattenSwin
 from .replace_attention import replace_attention
 
 __all__ = [
-    'AttentionResNet', 'FlattenCSwin', 'FlattenPVT', 'FlattenPVTv2', 'FlattenSwin', 'FlattenViT', 'replace_attention',
+    'RELEASES', 'AttentionResNet', 'FlattenCSwin', 'FlattenPVT', 'FlattenPVTv2', 'FlattenSwin', 'FlattenViT', 'Release',
+    'replace_attention', 'use_hub',
 ]

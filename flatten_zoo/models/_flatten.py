@@ -8,7 +8,10 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import resample_abs_pos_embed_nhwc, to_ntuple
 from torch import nn
 
-__all__ = ['fit_position_tensors', 'flatten_cfg', 'fuse_qkv', 'resolve_attn_types', 'unwrap_state_dict']
+__all__ = [
+    'fit_position_tensors', 'flatten_cfg', 'flatten_position_tensors', 'fuse_qkv', 'resolve_attn_types', 'split_qkv',
+    'unwrap_state_dict',
+]
 
 
 def resolve_attn_types(attn_types: str | Sequence[str], number: int, of: str = 'stages') -> tuple[str, ...]:
@@ -53,6 +56,28 @@ def fuse_qkv(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         elif match[2] == 'q':
             fused[f'{match[1]}.qkv.{match[3]}'] = torch.cat([value, state_dict[f'{match[1]}.kv.{match[3]}']])
     return fused
+
+
+def split_qkv(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Undo `fuse_qkv`."""
+    split = {}
+    for key, value in state_dict.items():
+        match = re.fullmatch(r'(.+)\.qkv\.(weight|bias)', key)
+        if match is None:
+            split[key] = value
+        else:
+            q, k, v = value.chunk(3)
+            split[f'{match[1]}.q.{match[2]}'] = q
+            split[f'{match[1]}.kv.{match[2]}'] = torch.cat([k, v])
+    return split
+
+
+def flatten_position_tensors(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Give the zoo's (1, H, W, C) position tensors their official shape (1, N, C)."""
+    return {
+        key: value.flatten(1, 2) if re.search(r'\b(positional_encoding|pos_embed)$', key) else value
+        for key, value in state_dict.items()
+    }
 
 
 def fit_position_tensors(state_dict: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:

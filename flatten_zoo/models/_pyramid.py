@@ -3,9 +3,11 @@ from collections.abc import Sequence
 
 import torch
 from timm.layers import get_device_dtype, resample_abs_pos_embed_nhwc, trunc_normal_
-from timm.models import build_model_with_cfg, checkpoint_seq
+from timm.models import checkpoint_seq
 from timm.models._features import feature_take_indices
 from torch import nn
+
+from ._released import build_released_model
 
 __all__ = ['PyramidStage', 'PyramidTransformer', 'create_pyramid']
 
@@ -217,7 +219,7 @@ class PyramidTransformer(nn.Module):
 def create_pyramid(model_cls: type[PyramidTransformer], variant: str, pretrained: bool, filter_fn, **kwargs):
     """Build a variant through timm, its stages being what `features_only=True` gives."""
     out_indices = kwargs.pop('out_indices', tuple(range(4)))
-    return build_model_with_cfg(
+    return build_released_model(
         model_cls,
         variant,
         pretrained,

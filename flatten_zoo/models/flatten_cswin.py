@@ -27,8 +27,15 @@ from timm.models.swin_transformer import window_partition, window_reverse
 from torch import nn
 
 from ..layers import FocusedLinearCore
-from ._flatten import fit_position_tensors, flatten_cfg, resolve_attn_types, unwrap_state_dict
+from ._flatten import (
+    fit_position_tensors,
+    flatten_cfg,
+    flatten_position_tensors,
+    resolve_attn_types,
+    unwrap_state_dict,
+)
 from ._pyramid import PyramidStage, PyramidTransformer, create_pyramid
+from ._released import official_url
 
 __all__ = ['FlattenCSwin']
 
@@ -314,6 +321,19 @@ def checkpoint_filter_fn(checkpoint: dict, model: nn.Module) -> dict[str, torch.
     return fit_position_tensors(state_dict, model)
 
 
+def official_state_dict(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The zoo's state dict under official names and shapes."""
+    official = {}
+    for key, value in flatten_position_tensors(state_dict).items():
+        key = re.sub(r'^stages\.0\.patch_embed\.proj\.', 'stage1_conv_embed.0.', key)
+        key = re.sub(r'^stages\.0\.patch_embed\.norm\.', 'stage1_conv_embed.2.', key)
+        key = re.sub(r'^stages\.(\d)\.patch_embed\.proj\.', r'merge\1.conv.', key)
+        key = re.sub(r'^stages\.(\d)\.patch_embed\.norm\.', r'merge\1.norm.', key)
+        key = re.sub(r'^stages\.(\d)\.blocks\.', lambda m: f'stage{int(m[1]) + 1}.', key)
+        official[key] = value
+    return official
+
+
 def _create_flatten_cswin(variant: str, pretrained: bool = False, **kwargs) -> FlattenCSwin:
     return create_pyramid(FlattenCSwin, variant, pretrained, checkpoint_filter_fn, **kwargs)
 
@@ -323,7 +343,7 @@ def _cfg(**kwargs) -> dict:
 
 
 default_cfgs = generate_default_cfgs({
-    'flatten_cswin_t.leaplab_in1k': _cfg(),
+    'flatten_cswin_t.leaplab_in1k': _cfg(url=official_url('flatten_cswin_t')),
     'flatten_cswin_s.untrained': _cfg(),
     'flatten_cswin_b.untrained': _cfg(),
     'flatten_cswin_b_384.untrained': _cfg(input_size=(3, 384, 384), pool_size=(12, 12), crop_pct=384 / 438),

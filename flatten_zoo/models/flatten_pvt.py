@@ -16,9 +16,18 @@ from timm.models.pvt_v2 import Attention
 from torch import nn
 
 from ..layers import FocusedLinearAttention
-from ._flatten import fit_position_tensors, flatten_cfg, fuse_qkv, resolve_attn_types, unwrap_state_dict
+from ._flatten import (
+    fit_position_tensors,
+    flatten_cfg,
+    flatten_position_tensors,
+    fuse_qkv,
+    resolve_attn_types,
+    split_qkv,
+    unwrap_state_dict,
+)
 from ._patch_embed import PatchEmbed
 from ._pyramid import PyramidStage, PyramidTransformer, create_pyramid
+from ._released import official_url
 
 __all__ = ['FlattenPVT']
 
@@ -210,6 +219,21 @@ def checkpoint_filter_fn(checkpoint: dict, model: nn.Module) -> dict[str, torch.
     return fit_position_tensors(state_dict, model)
 
 
+def official_state_dict(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The zoo's state dict under official names and shapes."""
+    official = {}
+    for key, value in flatten_position_tensors(split_qkv(state_dict)).items():
+        key = re.sub(r'^stages\.(\d)\.(patch_embed|pos_embed|block)s?', lambda m: f'{m[2]}{int(m[1]) + 1}', key)
+        official[key] = value
+    return official
+
+
+def official_extras(model: FlattenPVT) -> dict[str, torch.Tensor]:
+    """What the official network owns besides: a norm that it never calls."""
+    norm = nn.LayerNorm(model.num_features)
+    return {'norm.weight': norm.weight.detach(), 'norm.bias': norm.bias.detach()}
+
+
 def _create_flatten_pvt(variant: str, pretrained: bool = False, **kwargs) -> FlattenPVT:
     return create_pyramid(FlattenPVT, variant, pretrained, checkpoint_filter_fn, **kwargs)
 
@@ -219,7 +243,7 @@ def _cfg(**kwargs) -> dict:
 
 
 default_cfgs = generate_default_cfgs({
-    'flatten_pvt_t.leaplab_in1k': _cfg(),
+    'flatten_pvt_t.leaplab_in1k': _cfg(url=official_url('flatten_pvt_t')),
     'flatten_pvt_s.untrained': _cfg(),
     'flatten_pvt_m.untrained': _cfg(),
     'flatten_pvt_b.untrained': _cfg(),

@@ -5,16 +5,26 @@ Papers:
         - https://arxiv.org/abs/2308.00442
     * `PVT v2: Improved Baselines with Pyramid Vision Transformer` - https://arxiv.org/abs/2106.13797
 """
+import re
 from collections.abc import Sequence
 
 import torch
 from timm.layers import get_device_dtype, to_2tuple
-from timm.models import build_model_with_cfg, generate_default_cfgs, pvt_v2, register_model
+from timm.models import generate_default_cfgs, pvt_v2, register_model
 from timm.models.pvt_v2 import PyramidVisionTransformerV2
 from torch import nn
 
 from ..layers import FocusedLinearAttention
-from ._flatten import fit_position_tensors, flatten_cfg, fuse_qkv, resolve_attn_types, unwrap_state_dict
+from ._flatten import (
+    fit_position_tensors,
+    flatten_cfg,
+    flatten_position_tensors,
+    fuse_qkv,
+    resolve_attn_types,
+    split_qkv,
+    unwrap_state_dict,
+)
+from ._released import build_released_model, official_url
 
 __all__ = ['FlattenPVTv2']
 
@@ -117,9 +127,20 @@ def checkpoint_filter_fn(checkpoint: dict, model: nn.Module) -> dict[str, torch.
     return fit_position_tensors(fuse_qkv(state_dict), model)
 
 
+def official_state_dict(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The zoo's state dict under official names and shapes."""
+    official = {}
+    for key, value in flatten_position_tensors(split_qkv(state_dict)).items():
+        key = re.sub(r'^patch_embed\.', 'patch_embed1.', key)
+        key = re.sub(r'^stages\.(\d)\.downsample\.', lambda m: f'patch_embed{int(m[1]) + 1}.', key)
+        key = re.sub(r'^stages\.(\d)\.(block|norm)s?\.', lambda m: f'{m[2]}{int(m[1]) + 1}.', key)
+        official[key.replace('.dwconv.', '.dwconv.dwconv.')] = value
+    return official
+
+
 def _create_flatten_pvt_v2(variant: str, pretrained: bool = False, **kwargs) -> FlattenPVTv2:
     out_indices = kwargs.pop('out_indices', (0, 1, 2, 3))
-    return build_model_with_cfg(
+    return build_released_model(
         FlattenPVTv2,
         variant,
         pretrained,
@@ -134,7 +155,7 @@ def _cfg(**kwargs) -> dict:
 
 
 default_cfgs = generate_default_cfgs({
-    'flatten_pvt_v2_b0.leaplab_in1k': _cfg(),
+    'flatten_pvt_v2_b0.leaplab_in1k': _cfg(url=official_url('flatten_pvt_v2_b0')),
     'flatten_pvt_v2_b1.untrained': _cfg(),
     'flatten_pvt_v2_b2.untrained': _cfg(),
     'flatten_pvt_v2_b3.untrained': _cfg(),

@@ -6,17 +6,25 @@ Papers:
     * `Swin Transformer: Hierarchical Vision Transformer using Shifted Windows` (ICCV 2021)
         - https://arxiv.org/abs/2103.14030
 """
+import re
 from collections.abc import Sequence
 
 import torch
 from timm.layers import get_device_dtype
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, swin_transformer
+from timm.models import generate_default_cfgs, register_model, swin_transformer
 from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock
 from torch import nn
 
 from ..layers import FocusedLinearAttention
-from ._flatten import fit_position_tensors, flatten_cfg, resolve_attn_types, unwrap_state_dict
+from ._flatten import (
+    fit_position_tensors,
+    flatten_cfg,
+    flatten_position_tensors,
+    resolve_attn_types,
+    unwrap_state_dict,
+)
 from ._patch_embed import PatchEmbed
+from ._released import build_released_model, official_url
 
 __all__ = ['FlattenSwin']
 
@@ -131,9 +139,26 @@ def checkpoint_filter_fn(checkpoint: dict, model: nn.Module) -> dict[str, torch.
     return fit_position_tensors(swin_transformer.checkpoint_filter_fn(state_dict, model), model)
 
 
+def official_state_dict(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The zoo's state dict under official names and shapes."""
+    official = {}
+    for key, value in flatten_position_tensors(state_dict).items():
+        key = re.sub(r'^head\.fc\.', 'head.', key)
+        # patch merging is the start of a stage in timm, the end of the one before in the official network
+        key = re.sub(r'^layers\.(\d)\.downsample\.', lambda m: f'layers.{int(m[1]) - 1}.downsample.', key)
+        official[key] = value
+    return official
+
+
+def official_extras(model: FlattenSwin) -> dict[str, torch.Tensor]:
+    """What official checkpoints hold besides: the buffers of window attention."""
+    return {
+        key: value for key, value in model.named_buffers() if key.endswith(('relative_position_index', 'attn_mask'))}
+
+
 def _create_flatten_swin(variant: str, pretrained: bool = False, **kwargs) -> FlattenSwin:
     out_indices = kwargs.pop('out_indices', tuple(range(len(kwargs['depths']))))
-    return build_model_with_cfg(
+    return build_released_model(
         FlattenSwin,
         variant,
         pretrained,
@@ -148,10 +173,11 @@ def _cfg(**kwargs) -> dict:
 
 
 default_cfgs = generate_default_cfgs({
-    'flatten_swin_t.leaplab_in1k': _cfg(),
-    'flatten_swin_s.leaplab_in1k': _cfg(),
-    'flatten_swin_b.leaplab_in1k': _cfg(),
-    'flatten_swin_b_384.leaplab_in1k': _cfg(input_size=(3, 384, 384), pool_size=(12, 12), crop_pct=1.0),
+    'flatten_swin_t.leaplab_in1k': _cfg(url=official_url('flatten_swin_t')),
+    'flatten_swin_s.leaplab_in1k': _cfg(url=official_url('flatten_swin_s')),
+    'flatten_swin_b.leaplab_in1k': _cfg(url=official_url('flatten_swin_b')),
+    'flatten_swin_b_384.leaplab_in1k': _cfg(
+        url=official_url('flatten_swin_b_384'), input_size=(3, 384, 384), pool_size=(12, 12), crop_pct=1.0),
 })
 
 

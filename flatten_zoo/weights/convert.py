@@ -1,0 +1,83 @@
+"""Conversion between official checkpoints and the zoo's, strictly: every tensor has its place and its shape."""
+import sys
+from types import ModuleType
+
+import torch
+from timm.models import model_entrypoint
+from torch import nn
+
+from ..errors import UsageError
+
+__all__ = ['family_of', 'from_official', 'is_official', 'to_official']
+
+BUFFERS = ('relative_position_index', 'attn_mask')  # follow from the architecture, yet some checkpoints hold them
+
+
+def family_of(model: nn.Module) -> ModuleType:
+    """The module of a model's family, which has `checkpoint_filter_fn` and, if it is official, `official_state_dict`"""
+    return sys.modules[model_entrypoint(model.pretrained_cfg['architecture']).__module__]
+
+
+def to_official(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A model's weights as the official repository has them, so that its code loads them strictly.
+
+    Raises:
+        UsageError: There is no official implementation of this model.
+    """
+    family = family_of(model)
+    if not hasattr(family, 'official_state_dict'):
+        raise UsageError(
+            f"--to official: there is no official implementation of '{model.pretrained_cfg['architecture']}'")
+    return {**family.official_state_dict(model.state_dict()), **_official_extras(model)}
+
+
+def _official_extras(model: nn.Module) -> dict[str, torch.Tensor]:
+    extras = getattr(family_of(model), 'official_extras', None)
+    return extras(model) if extras else {}
+
+
+def is_official(state_dict: dict[str, torch.Tensor], model: nn.Module) -> bool:
+    """Whether a state dict has the official names rather than those of the zoo."""
+    family = family_of(model)
+    if not hasattr(family, 'official_state_dict'):
+        return False
+    own = model.state_dict()
+    official = family.official_state_dict(own)
+    return len(official.keys() & state_dict.keys()) > len(own.keys() & state_dict.keys())
+
+
+def from_official(state_dict: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's state dict from an official one or from its own; nothing is resampled, left out or left over.
+
+    Args:
+        state_dict: Official, or the zoo's own.
+        model: The model that it is for, on any device, also 'meta'.
+
+    Raises:
+        UsageError: It is for another model.
+    """
+    family = family_of(model)
+    expected = model.state_dict()
+    official = is_official(state_dict, model)
+    if official:
+        expected = family.official_state_dict(expected)
+        unused = _official_extras(model)
+        state_dict = {
+            key: value for key, value in state_dict.items() if key not in unused and not key.endswith(BUFFERS)}
+    _check_fit(state_dict, expected, model)
+    return family.checkpoint_filter_fn(state_dict, model) if official else state_dict
+
+
+def _check_fit(state_dict: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], model: nn.Module) -> None:
+    missing = [key for key in expected if key not in state_dict]
+    unexpected = [key for key in state_dict if key not in expected]
+    reshaped = [
+        f'{key} {tuple(state_dict[key].shape)} instead of {tuple(value.shape)}'
+        for key, value in expected.items() if key in state_dict and state_dict[key].shape != value.shape
+    ]
+    problems = [
+        f'{len(keys)} tensors {what}, such as {keys[0]}'
+        for what, keys in (('missing', missing), ('unknown', unexpected), ('of another shape', reshaped)) if keys
+    ]
+    if problems:
+        raise UsageError(f"these are no weights of '{model.pretrained_cfg['architecture']}': {'; '.join(problems)}")

@@ -1,0 +1,139 @@
+"""Checkpoints of any origin, to the files that others load: timm's Hub layout, bare safetensors, official files."""
+import argparse
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import timm
+import torch
+from timm.data import resolve_data_config
+from timm.models import resolve_model_input_args, split_model_name_tag
+from timm.models._hub import save_for_hf
+from torch import nn
+
+from ..errors import UsageError, first_line
+from ..models.build import check_model_name
+from .card import model_card
+from .catalogue import zoo_models
+from .checkpoint import read_checkpoint, select_state_dict, write_beside, write_safetensors
+from .convert import family_of, from_official, is_official, to_official
+
+__all__ = ['HUB_FILES', 'load_model', 'save_model', 'write_weights']
+
+HUB_FILES = ('README.md', 'config.json', 'model.safetensors')
+
+
+def load_model(
+        source: str | Path,
+        model_name: str | None = None,
+        use_ema: bool = False,
+        model_kwargs: dict | None = None,
+) -> nn.Module:
+    """The model of a checkpoint, with its weights.
+
+    Numbers of channels and classes are those of the tensors, other arguments those that a training run has recorded.
+
+    Args:
+        source: Official checkpoint, `train.py` checkpoint, or file in timm's style.
+        model_name: Name of the model, with tag if these are the released weights; None if the checkpoint says which.
+        use_ema: Take the averaged weights.
+        model_kwargs: More arguments of the model, over those recorded.
+
+    Raises:
+        UsageError: The checkpoint can't be read, doesn't say its model, or is of another model.
+    """
+    checkpoint = read_checkpoint(source)
+    state_dict = select_state_dict(checkpoint, use_ema)
+    # a run that started from released weights records their tag, but its weights are others
+    tag = split_model_name_tag(model_name)[1] if model_name else None
+    model_name = model_name or checkpoint.get('arch')
+    if not isinstance(model_name, str):
+        raise UsageError(f"'{source}' does not say which model it is of; name it with --model")
+    check_model_name(model_name)
+    if ':' not in model_name and split_model_name_tag(model_name)[0] not in zoo_models():
+        raise UsageError(f"'{model_name}' is no model of the zoo but of timm's own; see `flatten-zoo list`")
+    options = checkpoint.get('args')
+    options = vars(options) if isinstance(options, argparse.Namespace) else options if isinstance(options, dict) else {}
+    try:
+        arguments = resolve_model_input_args(model_name, options, **{
+            'global_pool': options.get('gp'),
+            **(options.get('model_kwargs') or {}),
+            **(model_kwargs or {}),
+            **_counts(state_dict, timm.create_model(model_name, device='meta')),
+        })
+        cfg = arguments['pretrained_cfg']
+        cfg |= {'tag': tag or None, **_evaluation_settings(options, cfg)}
+        model = timm.create_model(**arguments)
+    except (TypeError, ValueError, RuntimeError, AssertionError) as e:
+        raise UsageError(f"cannot build '{model_name}' for '{source}': {first_line(e)}") from e
+    model.load_state_dict(from_official(state_dict, model))
+    return model
+
+
+def _counts(state_dict: dict[str, torch.Tensor], model: nn.Module) -> dict[str, int]:
+    """Numbers of channels and of classes that a state dict for some variation of `model` was made for."""
+    names = [f'{model.pretrained_cfg[key]}.weight' for key in ('first_conv', 'classifier')]
+    if is_official(state_dict, model):
+        names = [next(iter(family_of(model).official_state_dict({name: torch.empty(0)}))) for name in names]
+    stem, classifier = (state_dict.get(name) for name in names)
+    counts = {'num_classes': 0 if classifier is None else len(classifier)}
+    return counts if stem is None else {**counts, 'in_chans': stem.shape[1]}
+
+
+def _evaluation_settings(options: dict, cfg: dict) -> dict:
+    """Input size, normalisation and crop of a training run's validation, None of it where there was no run."""
+    if not options:
+        return {}
+    settings = resolve_data_config(options, pretrained_cfg=cfg)
+    if settings['input_size'] != tuple(cfg['input_size']):
+        settings['pool_size'] = None
+    return settings
+
+
+def save_model(model: nn.Module, folder: Path, name: str) -> None:
+    """Write a model in timm's Hub layout: `model.safetensors`, `config.json` and a model card.
+
+    Args:
+        model: The model.
+        folder: Where to write; other files there are left alone.
+        name: Title of the model card.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f'.{folder.name}.') as temporary:
+        tag = model.pretrained_cfg.get('tag')
+        save_for_hf(model, temporary, model_config={'pretrained_cfg': {'tag': tag}}, safe_serialization=True)
+        config = json.loads(Path(temporary, 'config.json').read_text())
+        parameters = sum(p.numel() for p in model.parameters())
+        Path(temporary, 'README.md').write_text(model_card(config, parameters, name), encoding='utf-8')
+        folder.mkdir(exist_ok=True)
+        for file in HUB_FILES:
+            os.replace(Path(temporary, file), folder / file)
+
+
+def write_weights(model: nn.Module, output: Path, official: bool = False) -> None:
+    """Write a model's weights.
+
+    Args:
+        model: The model.
+        output: File that ends in `.safetensors` for the tensors alone, or in `.pth` for a checkpoint of the official
+            repository, otherwise a folder for timm's Hub layout.
+        official: Use the names and shapes of the official repository.
+
+    Raises:
+        UsageError: The output can't be of that kind, or be written.
+    """
+    if official != (output.suffix == '.pth') and output.suffix != '.safetensors':
+        raise UsageError(
+            f"-o '{output}': official checkpoints are files, with --to official and a name that ends in .pth or "
+            f'.safetensors; everything else is a folder, or a file that ends in .safetensors')
+    try:
+        if output.suffix == '.safetensors':
+            write_safetensors(to_official(model) if official else model.state_dict(), output)
+        elif official:
+            with write_beside(output) as temporary:
+                torch.save({'model': to_official(model)}, temporary)
+        else:
+            save_model(model, output, name=output.resolve().name)
+    except OSError as e:
+        raise UsageError(f"-o '{output}': {e}") from e
