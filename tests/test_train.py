@@ -350,8 +350,8 @@ def test_checkpoints_that_do_not_fit(tmp_path, capsys, images):
     assert f"the checkpoint '{whole}' does not fit the model, it is of 'test_resnet'" in line
     half = tmp_path / 'half.pth.tar'
     half.write_bytes(whole.read_bytes()[:100_000])
-    assert f"cannot read the checkpoint '{half}'" in refused(capsys, images, '--initial-checkpoint', half)
-    assert 'no checkpoint file' in refused(capsys, images, '--initial-checkpoint', tmp_path / 'none')
+    assert f"'{half}' is incomplete" in refused(capsys, images, '--initial-checkpoint', half)
+    assert 'there is no file' in refused(capsys, images, '--initial-checkpoint', tmp_path / 'none')
 
 
 def test_earlier_runs_are_not_overwritten(tmp_path, capsys, images):

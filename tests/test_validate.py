@@ -152,11 +152,11 @@ def test_refusals(capsys, run, images, tmp_path):
     assert 'has 3 classes but test_resnet has 5' in refused(
         capsys, *MODEL, images, '--num-classes', 5, '--checkpoint', tmp_path / 'five.pth')
     assert 'does not fit the model' in refused(capsys, *MODEL, images, '--checkpoint', whole, '--num-classes', 5)
-    assert f"cannot read the checkpoint '{half}'" in refused(capsys, *MODEL, images, '--checkpoint', half)
+    assert f"'{half}' is incomplete" in refused(capsys, *MODEL, images, '--checkpoint', half)
     assert 'no output folder of train.py' in refused(capsys, '--checkpoint', tmp_path)
     assert "unknown model 'resnt50'; did you mean" in refused(capsys, images, '--model', 'resnt50')
     torch.save({'state_dict': create_model('test_resnet', num_classes=3).state_dict()}, tmp_path / 'plain.pth')
-    assert 'has no averaged weights' in refused(
+    assert 'there are no averaged (EMA) weights' in refused(
         capsys, *MODEL, images, '--checkpoint', tmp_path / 'plain.pth', '--use-ema')
 
 
@@ -166,5 +166,5 @@ def test_checkpoint_that_would_run_code_is_refused(capsys, images, tmp_path):
             return os.mkdir, (str(tmp_path / 'ran'),)
 
     torch.save({'state_dict': {}, 'x': Evil()}, tmp_path / 'evil.pth')
-    assert 'cannot read the checkpoint' in refused(capsys, *MODEL, images, '--checkpoint', tmp_path / 'evil.pth')
+    assert 'cannot be read safely' in refused(capsys, *MODEL, images, '--checkpoint', tmp_path / 'evil.pth')
     assert not (tmp_path / 'ran').exists()

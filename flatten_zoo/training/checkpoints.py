@@ -2,14 +2,13 @@
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
-from timm.models import load_state_dict
-from timm.utils import CheckpointSaver, load_checkpoint_metadata
+from timm.utils import CheckpointSaver
 from torch import nn
 
 from flatten_zoo.errors import UsageError
+from flatten_zoo.weights import read_checkpoint, select_state_dict
 
 __all__ = ['Checkpoints', 'load_weights', 'run_checkpoint']
 
@@ -80,31 +79,25 @@ def load_weights(model: nn.Module, path: str | Path, use_ema: bool | None) -> No
     Raises:
         UsageError: The file is missing or damaged, has no averaged weights, or belongs to another architecture.
     """
-    if not Path(path).is_file():
-        raise UsageError(f"no checkpoint file '{path}'")
+    checkpoint = read_checkpoint(path)
     try:
-        metadata = {} if str(path).endswith('.safetensors') else load_checkpoint_metadata(str(path))
-        state = load_state_dict(str(path), use_ema=use_ema is not False)
-    except Exception as e:
-        raise UsageError(
-            f"cannot read the checkpoint '{path}': it is truncated, or no PyTorch or safetensors file of plain tensors"
-        ) from e
-    if use_ema and not metadata.get('state_dict_ema') and not metadata.get('model_ema'):
-        raise UsageError(f"--use-ema: '{path}' has no averaged weights")
+        state = select_state_dict(checkpoint, use_ema)
+    except UsageError as e:
+        raise UsageError(f"'{path}': {e}") from e
     misfit = _misfit(model.state_dict(), state)
     if misfit:
-        made_by = f", it is of '{metadata['arch']}'" if isinstance(metadata.get('arch'), str) else ''
+        made_by = f", it is of '{checkpoint['arch']}'" if isinstance(checkpoint.get('arch'), str) else ''
         raise UsageError(f"the checkpoint '{path}' does not fit the model{made_by}: {misfit}")
     model.load_state_dict(state)
 
 
-def _misfit(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+def _misfit(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> str:
     """How two state dicts differ in names and shapes, in a few words; empty when they do not."""
     missing = [name for name in ours if name not in theirs]
     unexpected = [name for name in theirs if name not in ours]
     reshaped = [
         f'{name} is {tuple(theirs[name].shape)} in place of {tuple(ours[name].shape)}'
-        for name in ours if name in theirs and ours[name].shape != getattr(theirs[name], 'shape', None)]
+        for name in ours if name in theirs and ours[name].shape != theirs[name].shape]
     parts = []
     if missing:
         parts.append(f'{len(missing)} tensors are missing ({missing[0]} for one)')

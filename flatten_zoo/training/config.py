@@ -8,6 +8,7 @@ import yaml
 from timm.utils import ParseKwargs
 
 from flatten_zoo.errors import UsageError, unknown_name
+from flatten_zoo.weights.checkpoint import write_beside
 
 __all__ = ['KeyValues', 'OptionParser', 'read_options_file', 'write_options_file']
 
@@ -139,6 +140,5 @@ def read_options_file(path: str | Path) -> dict[str, Any]:
 
 def write_options_file(path: Path, options: argparse.Namespace) -> None:
     """Write options so that `--config` reads them back."""
-    beside = path.with_name(f'{path.name}.tmp')
-    beside.write_text(yaml.safe_dump(vars(options), sort_keys=False))
-    beside.replace(path)
+    with write_beside(path) as temporary:
+        temporary.write_text(yaml.safe_dump(vars(options), sort_keys=False))

@@ -8,7 +8,7 @@ from timm.data import AugMixDataset, FastCollateMixup, create_dataset, create_lo
 from timm.data.loader import adapt_to_chs
 from torch.utils.data import Dataset
 
-from flatten_zoo.errors import UsageError
+from flatten_zoo.errors import UsageError, first_line
 
 __all__ = [
     'check_classes', 'check_same_classes', 'evaluation_loader', 'input_config', 'mixup_arguments', 'open_dataset',
@@ -99,7 +99,7 @@ def open_dataset(
             input_key=args.input_key, target_key=args.target_key, trust_remote_code=args.dataset_trust_remote_code)
     except Exception as e:
         name = f"{args.dataset} in '{root}'" if args.dataset else f"'{root}'"
-        raise UsageError(f'cannot read the data {name}: {_first_line(e)}') from e
+        raise UsageError(f'cannot read the data {name}: {first_line(e)}') from e
     if isinstance(dataset, torch.utils.data.IterableDataset):
         return dataset
     return CheckedImages(dataset)
@@ -250,7 +250,3 @@ def evaluation_loader(
         mean=config['mean'], std=config['std'], crop_pct=config['crop_pct'], crop_mode=config['crop_mode'],
         crop_border_pixels=crop_border_pixels, num_workers=args.workers, pin_memory=args.pin_mem, device=device,
         use_prefetcher=not args.no_prefetcher, persistent_workers=False)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

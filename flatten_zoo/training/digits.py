@@ -4,9 +4,7 @@
 Digits'. They ship inside scikit-learn, so nothing is downloaded.
 """
 import argparse
-import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from flatten_zoo.errors import UsageError, report_usage_errors
+from flatten_zoo.weights.checkpoint import write_beside
 
 __all__ = ['main', 'write_digits']
 
@@ -49,18 +48,12 @@ def write_digits(folder: str | Path) -> bool:
         raise UsageError("the digits come with scikit-learn: pip install 'flatten_zoo[demo]'") from e
     digits = load_digits()
     splits = train_test_split(np.arange(TOTAL), test_size=HELD_OUT, stratify=digits.target, random_state=0)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f'.{folder.name}-', dir=folder.parent))
-    try:
+    with write_beside(folder) as temporary:
         for split, indices in zip(('train', 'validation'), splits, strict=True):
             for index in indices:
-                path = beside / split / str(digits.target[index]) / f'{index:04d}.png'
+                path = temporary / split / str(digits.target[index]) / f'{index:04d}.png'
                 path.parent.mkdir(parents=True, exist_ok=True)
                 Image.fromarray(np.rint(digits.images[index] * (255 / 16)).astype(np.uint8)).save(path)
-        beside.chmod(0o755)
-        beside.rename(folder)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
     return True
 
 

@@ -8,7 +8,7 @@ from timm.layers import convert_splitbn_model, set_fast_norm
 from timm.models import create_model, parse_model_name, resolve_model_input_args
 from torch import nn
 
-from flatten_zoo.errors import UsageError, unknown_name
+from flatten_zoo.errors import UsageError, first_line, unknown_name
 
 from .logs import log
 
@@ -59,7 +59,7 @@ def build_model(args: argparse.Namespace, pretrained: bool, **kwargs: Any) -> nn
             **kwargs, **args.model_kwargs)
         return create_model(pretrained=pretrained, **arguments)
     except Exception as e:
-        raise UsageError(f"cannot build the model '{args.model}': {str(e).strip().splitlines()[0]}") from e
+        raise UsageError(f"cannot build the model '{args.model}': {first_line(e)}") from e
 
 
 def check_model_name(name: str) -> None:

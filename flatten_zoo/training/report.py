@@ -8,6 +8,8 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
+from flatten_zoo.weights.checkpoint import write_beside
+
 __all__ = ['draw_curves', 'figures_text', 'next_command']
 
 matplotlib.use('Agg')
@@ -37,9 +39,8 @@ def draw_curves(summary: Path, picture: Path) -> None:
         axes.grid(alpha=0.3)
         if len(lines) > 1 and axes.lines:
             axes.legend()
-    beside = picture.with_name(f'{picture.name}.tmp')
-    figure.savefig(beside, format='png', dpi=110)
-    beside.replace(picture)
+    with write_beside(picture) as temporary:
+        figure.savefig(temporary, dpi=110)
 
 
 def figures_text(figures: Mapping[str, float]) -> str:

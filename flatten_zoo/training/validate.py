@@ -13,6 +13,7 @@ from timm.task.evaluator import ClassificationEvaluator
 from timm.utils import random_seed, reparameterize_model
 
 from flatten_zoo.errors import UsageError
+from flatten_zoo.weights.checkpoint import write_beside
 
 from .checkpoints import load_weights, run_checkpoint
 from .config import OptionParser, read_options_file
@@ -153,9 +154,7 @@ def write_results(path: Path, results: dict[str, Any], file_format: str) -> None
         writer.writeheader()
         writer.writerow(results)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f'{path.name}.tmp')
-        beside.write_text(text.getvalue())
-        beside.replace(path)
+        with write_beside(path) as temporary:
+            temporary.write_text(text.getvalue())
     except OSError as e:
         raise UsageError(f"--results-file '{path}' cannot be written: {e.strerror}") from e
