@@ -1,0 +1,1 @@
+"""The engine behind `train.py` and `validate.py`, and the small embedded data set."""

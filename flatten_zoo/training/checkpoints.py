@@ -1,0 +1,108 @@
+"""Checkpoints: written whole or not at all, and read with errors that say what is wrong."""
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from timm.utils import CheckpointSaver
+from torch import nn
+
+from flatten_zoo.errors import UsageError
+from flatten_zoo.weights import read_checkpoint, select_state_dict
+
+__all__ = ['Checkpoints', 'load_weights', 'run_checkpoint']
+
+BEST, LAST = 'model_best.pth.tar', 'last.pth.tar'
+
+
+class Checkpoints(CheckpointSaver):
+    """timm's keeper of the last and the best checkpoints, safe against an end at any moment.
+
+    A file under its final name is always complete: it is written beside, synchronised to disk, and renamed.
+    Checkpoints hold plain types and tensors only, so that `torch.load` reads them with `weights_only=True`.
+    """
+
+    def _save(self, save_path: str, epoch: int, metric: float | None = None) -> None:
+        state = {
+            'epoch': epoch,
+            'arch': self.args.model,
+            'args': vars(self.args),
+            'version': 2,
+            'optimizer': self.optimizer.state_dict(),
+            'saver': self.state_dict(epoch, metric),
+            **self.task.get_checkpoint_state(unwrap_fn=self.unwrap_fn),
+            **self.task.get_checkpoint_state(ema=True, unwrap_fn=self.unwrap_fn),
+        }
+        if metric is not None:
+            state['metric'] = metric
+        try:
+            with open(save_path, 'wb') as file:
+                torch.save(state, file)
+                os.fsync(file.fileno())
+        except BaseException:
+            Path(save_path).unlink(missing_ok=True)
+            raise
+
+    def _replace(self, src: str, dst: str) -> None:
+        os.replace(src, dst)
+
+    def _duplicate(self, src: str, dst: str) -> None:
+        beside = f'{dst}.tmp'
+        Path(beside).unlink(missing_ok=True)
+        try:
+            os.link(src, beside)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(src, beside)
+        os.replace(beside, dst)
+
+
+def run_checkpoint(folder: Path) -> Path:
+    """The best checkpoint of a training run, or its last one where none was validated.
+
+    Raises:
+        UsageError: The folder has no checkpoint.
+    """
+    for name in (BEST, LAST):
+        if (folder / name).is_file():
+            return folder / name
+    raise UsageError(f"no {BEST} or {LAST} in '{folder}': give the output folder of a run of train.py")
+
+
+def load_weights(model: nn.Module, path: str | Path, use_ema: bool | None) -> None:
+    """Load a checkpoint into a model; every tensor must fit.
+
+    Args:
+        model: Model to load into.
+        path: Checkpoint of train.py, of timm, a bare state dict, or a safetensors file.
+        use_ema: Take the averaged weights; None takes them where there are some.
+
+    Raises:
+        UsageError: The file is missing or damaged, has no averaged weights, or belongs to another architecture.
+    """
+    checkpoint = read_checkpoint(path)
+    try:
+        state = select_state_dict(checkpoint, use_ema)
+    except UsageError as e:
+        raise UsageError(f"'{path}': {e}") from e
+    misfit = _misfit(model.state_dict(), state)
+    if misfit:
+        made_by = f", it is of '{checkpoint['arch']}'" if isinstance(checkpoint.get('arch'), str) else ''
+        raise UsageError(f"the checkpoint '{path}' does not fit the model{made_by}: {misfit}")
+    model.load_state_dict(state)
+
+
+def _misfit(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> str:
+    """How two state dicts differ in names and shapes, in a few words; empty when they do not."""
+    missing = [name for name in ours if name not in theirs]
+    unexpected = [name for name in theirs if name not in ours]
+    reshaped = [
+        f'{name} is {tuple(theirs[name].shape)} in place of {tuple(ours[name].shape)}'
+        for name in ours if name in theirs and ours[name].shape != theirs[name].shape]
+    parts = []
+    if missing:
+        parts.append(f'{len(missing)} tensors are missing ({missing[0]} for one)')
+    if unexpected:
+        parts.append(f'{len(unexpected)} are unknown ({unexpected[0]} for one)')
+    if reshaped:
+        parts.append(f'{len(reshaped)} of another shape ({reshaped[0]})')
+    return ', '.join(parts)

@@ -1,0 +1,144 @@
+"""Command line and YAML file, checked against one parser."""
+import argparse
+import re
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from timm.utils import ParseKwargs
+
+from flatten_zoo.errors import UsageError, unknown_name
+from flatten_zoo.weights.checkpoint import write_beside
+
+__all__ = ['KeyValues', 'OptionParser', 'read_options_file', 'write_options_file']
+
+
+class KeyValues(ParseKwargs):
+    """Any number of KEY=VALUE, the values read as Python literals; a mapping in a YAML file."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        for value in values:
+            if '=' not in value:
+                raise argparse.ArgumentError(self, f"'{value}' is not KEY=VALUE")
+        super().__call__(parser, namespace, values, option_string)
+
+
+class OptionParser(argparse.ArgumentParser):
+    """A parser that reports mistakes as `UsageError` and takes defaults from a YAML file given with `--config`."""
+
+    def __init__(self, **kwargs):
+        super().__init__(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **kwargs)
+        self.add_argument(
+            '-c', '--config', metavar='FILE', help='YAML file of options; the command line overrides it')
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+    def parse_args(self, args=None, namespace=None):
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flags = [word.partition('=')[0] for word in unknown if word.startswith('-')]
+            if flags:
+                raise unknown_name('option', flags[0], self._option_string_actions)
+            raise UsageError(f"unexpected argument '{unknown[0]}'")
+        return options
+
+    def parse_with_config(self, args: list[str] | None = None) -> argparse.Namespace:
+        """Options from the command line, over those of the `--config` file, over the defaults."""
+        early = OptionParser(add_help=False)
+        config = early.parse_known_args(args)[0].config
+        if config:
+            self.set_defaults(**self.check(read_options_file(config), source=config))
+        options = self.parse_args(args)
+        del options.config
+        return options
+
+    def check(self, values: dict[str, Any], source: str | Path) -> dict[str, Any]:
+        """Options by destination name, each of the type its command line option has.
+
+        Args:
+            values: Option values as a YAML file holds them.
+            source: Where they come from, for messages.
+
+        Raises:
+            UsageError: A key is no option, or a value has the wrong type.
+        """
+        actions = {action.dest: action for action in self._actions if action.dest not in ('help', 'config')}
+        checked = {}
+        for key, value in values.items():
+            if key not in actions:
+                raise UsageError(f"{source}: {unknown_name('option', str(key), actions)}")
+            try:
+                checked[key] = _checked(actions[key], value)
+            except _Mismatch as e:
+                raise UsageError(f'{source}: {key} expects {e}, not {value!r}') from None
+        return checked
+
+
+class _Mismatch(Exception):
+    """What was expected instead of a value."""
+
+
+def _checked(action: argparse.Action, value: Any) -> Any:
+    if value is None and action.default is None:
+        return None
+    if action.nargs == 0:
+        return _of_type(bool, value)
+    if isinstance(action, KeyValues):
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            raise _Mismatch('a mapping of names to values')
+        return value
+    if action.nargs == '+' or isinstance(action.nargs, int):
+        number = f'{action.nargs} values' if isinstance(action.nargs, int) else 'values'
+        if not isinstance(value, list) or not value or (number != 'values' and len(value) != action.nargs):
+            raise _Mismatch(f'a list of {number}')
+        return [_of_type(action.type, item) for item in value]
+    value = _of_type(action.type, value)
+    if action.choices is not None and value not in action.choices:
+        raise _Mismatch(f'one of {", ".join(action.choices)}')
+    return value
+
+
+def _of_type(kind: type | None, value: Any) -> Any:
+    names = {bool: 'true or false', int: 'an integer', float: 'a number', str: 'text'}
+    kind = kind or str
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise _Mismatch(names[kind])
+    return value
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 takes 1e-3 for text, as it has no dot; here it is the number that everybody means."""
+
+
+_Loader.add_implicit_resolver(
+    'tag:yaml.org,2002:float', re.compile(r'^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$'), list('-+.0123456789'))
+
+
+def read_options_file(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        UsageError: The file is missing, unreadable, not YAML, or holds something else.
+    """
+    try:
+        values = yaml.load(Path(path).read_text(), _Loader)
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(f"cannot read the options in '{path}': {getattr(e, 'strerror', None) or e}") from e
+    except yaml.YAMLError as e:
+        mark = getattr(e, 'problem_mark', None)
+        where = f'{path}, line {mark.line + 1}' if mark else path
+        raise UsageError(f"{where}: not valid YAML: {getattr(e, 'problem', None) or e}") from e
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise UsageError(f'{path}: expected a mapping of option names to values')
+    return values
+
+
+def write_options_file(path: Path, options: argparse.Namespace) -> None:
+    """Write options so that `--config` reads them back."""
+    with write_beside(path) as temporary:
+        temporary.write_text(yaml.safe_dump(vars(options), sort_keys=False))

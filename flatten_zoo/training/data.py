@@ -1,0 +1,252 @@
+"""Data sets and loaders: timm's, with their silent failures turned into errors."""
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.data import AugMixDataset, FastCollateMixup, create_dataset, create_loader, resolve_data_config
+from timm.data.loader import adapt_to_chs
+from torch.utils.data import Dataset
+
+from flatten_zoo.errors import UsageError, first_line
+
+__all__ = [
+    'check_classes', 'check_same_classes', 'evaluation_loader', 'input_config', 'mixup_arguments', 'open_dataset',
+    'open_splits', 'training_loader',
+]
+
+SPLIT_NAMES = (('train', 'training'), ('validation', 'val', 'valid', 'eval', 'evaluation'), ('test', 'testing'))
+
+
+class UnreadableImage(UsageError):
+    """An image that cannot be decoded.
+
+    A loader's process hands an exception over as text, the traceback first and the message as its last line.
+    """
+
+    def __init__(self, message: str):
+        super().__init__(message.strip().splitlines()[-1].removeprefix(f'{__name__}.{type(self).__name__}: '))
+
+
+class CheckedImages(Dataset):
+    """A map-style data set where an unreadable image is an error that names the file.
+
+    On its own, timm goes on with the next image, and torchvision fails without the name.
+    """
+
+    def __init__(self, dataset: Dataset):
+        self.dataset = dataset
+        self.dataset._max_retries = 1  # timm's own: no second image in place of the first
+
+    @property
+    def transform(self):
+        return self.dataset.transform
+
+    @transform.setter
+    def transform(self, transform):
+        self.dataset.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        try:
+            return self.dataset[index]
+        except (OSError, SyntaxError, RuntimeError) as e:
+            if isinstance(e, RuntimeError) and not str(e).startswith('Failed to load'):  # timm's words for it
+                raise
+            raise UnreadableImage(f'cannot read the image {self._name(index)}; remove or replace it') from e
+
+    def _name(self, index: int) -> str:
+        if hasattr(self.dataset, 'filename'):
+            return f"'{self.dataset.filename(index, absolute=True)}'"
+        samples = getattr(self.dataset, 'samples', None)
+        return f"'{samples[index][0]}'" if samples else f'number {index} of {type(self.dataset).__name__}'
+
+
+def open_dataset(
+        args: argparse.Namespace,
+        split: str,
+        channels: int,
+        batch_size: int,
+        num_samples: int | None,
+        is_training: bool = False,
+        alone_is_fine: bool = False,
+) -> Dataset:
+    """The data set that the options name.
+
+    Args:
+        args: Options of `train.py` or `validate.py`.
+        split: Name of the split.
+        channels: Image channels, which decide the colour mode if none is given.
+        batch_size: Images per batch, for streams.
+        num_samples: Number of images, for streams that do not know it.
+        is_training: Whether streams are shuffled and repeated.
+        alone_is_fine: Whether the data folder may itself be the split, if it holds no other.
+
+    Raises:
+        UsageError: No such data, no such split, nothing in it, or a missing package.
+    """
+    root = args.data_dir
+    if not args.dataset or args.dataset == 'torch/image_folder':
+        root = find_split(root, split, alone_is_fine)
+    try:
+        dataset = create_dataset(
+            args.dataset, root=root, split=split, search_split=False, is_training=is_training,
+            class_map=args.class_map, download=args.dataset_download, batch_size=batch_size, seed=args.seed,
+            repeats=getattr(args, 'epoch_repeats', 0), num_samples=num_samples,
+            input_img_mode=args.input_img_mode or ('RGB' if channels == 3 else 'L'),
+            input_key=args.input_key, target_key=args.target_key, trust_remote_code=args.dataset_trust_remote_code)
+    except Exception as e:
+        name = f"{args.dataset} in '{root}'" if args.dataset else f"'{root}'"
+        raise UsageError(f'cannot read the data {name}: {first_line(e)}') from e
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        return dataset
+    return CheckedImages(dataset)
+
+
+def find_split(root: str | None, split: str, alone_is_fine: bool) -> str:
+    """The folder or tar file of a split: `root/SPLIT`, a synonym of it as timm has them, or `root/SPLIT.tar`.
+
+    Args:
+        root: Folder (or tar file) of the data.
+        split: Name of the split.
+        alone_is_fine: Whether `root` may itself be the split, if it holds no other.
+    """
+    if not root:
+        raise UsageError('no data: give its folder with --data-dir, or a data set of another kind with --dataset')
+    path = Path(root)
+    if not path.exists():
+        raise UsageError(f"--data-dir '{root}' does not exist")
+    synonyms = next((names for names in SPLIT_NAMES if split in names), ())
+    for name in (split, *synonyms):
+        for candidate in (path / name, path / f'{name}.tar'):
+            if name and candidate.exists():
+                return str(candidate)
+    if path.is_file():
+        if alone_is_fine:
+            return root
+        raise UsageError(f"--data-dir '{root}' is a file: give the folder that holds one tar file per split")
+    inside = sorted(entry.name for entry in path.iterdir() if entry.is_dir() or entry.suffix == '.tar')
+    if not inside:
+        raise UsageError(f"--data-dir '{root}' is empty")
+    others = [name for name in inside if any(name.removesuffix('.tar') in names for names in SPLIT_NAMES)]
+    if alone_is_fine and not others:
+        return root
+    raise UsageError(f"no split '{split}' in '{root}', which has {', '.join((others or inside)[:5])}")
+
+
+def class_index(dataset: Dataset) -> dict[str, int] | None:
+    """Index of each class of a data set by its name, or None where it does not say."""
+    source = getattr(dataset, 'dataset', dataset)
+    source = getattr(source, 'reader', source)
+    index = getattr(source, 'class_to_idx', None) or getattr(source, 'class_name_to_idx', None)
+    return dict(index) if index else None
+
+
+def check_classes(dataset: Dataset, num_classes: int, model: str) -> None:
+    """Refuse data whose number of classes is not the model's.
+
+    Raises:
+        UsageError: Both numbers, and what to do.
+    """
+    index = class_index(dataset)
+    found = max(index.values()) + 1 if index else num_classes
+    if found != num_classes:
+        raise UsageError(
+            f'the data has {found} classes but {model} has {num_classes}: give --num-classes {found}, '
+            f'or name all classes in --class-map')
+
+
+def check_same_classes(train: Dataset, validation: Dataset) -> None:
+    """Refuse a validation split whose classes are others than in training.
+
+    A class without images would otherwise shift the index of all that follow.
+    """
+    ours, theirs = class_index(train), class_index(validation)
+    if ours is not None and theirs is not None and ours != theirs:
+        different = sorted(set(ours) ^ set(theirs))
+        raise UsageError(
+            f'the training and validation splits have different classes, {", ".join(different[:5])} for one: '
+            f'name all classes in --class-map')
+
+
+def open_splits(args: argparse.Namespace, channels: int) -> tuple[Dataset, Dataset | None]:
+    """The training split, and the validation split unless `--val-split ''`; both with the model's classes."""
+    train_set = open_dataset(
+        args, args.train_split, channels, args.batch_size, args.train_num_samples, is_training=True)
+    check_classes(train_set, args.num_classes, args.model)
+    if not args.val_split:
+        return train_set, None
+    eval_set = open_dataset(
+        args, args.val_split, channels, args.validation_batch_size or args.batch_size, args.val_num_samples)
+    check_same_classes(train_set, eval_set)
+    return train_set, eval_set
+
+
+def input_config(args: argparse.Namespace, model: torch.nn.Module, use_test_size: bool = False) -> dict[str, Any]:
+    """Image size, interpolation, normalization and crop: from the options, else from the model."""
+    config = resolve_data_config(vars(args), model=model, use_test_size=use_test_size)
+    channels = config['input_size'][0]
+    return {**config, 'mean': adapt_to_chs(config['mean'], channels), 'std': adapt_to_chs(config['std'], channels)}
+
+
+def mixup_arguments(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Arguments of timm's `Mixup`, or None when nothing is mixed."""
+    if not (args.mixup > 0 or args.cutmix > 0 or args.cutmix_minmax is not None):
+        return None
+    return {
+        'mixup_alpha': args.mixup,
+        'cutmix_alpha': args.cutmix,
+        'cutmix_minmax': args.cutmix_minmax,
+        'prob': args.mixup_prob,
+        'switch_prob': args.mixup_switch_prob,
+        'mode': args.mixup_mode,
+        'label_smoothing': args.smoothing,
+        'num_classes': args.num_classes,
+    }
+
+
+def training_loader(
+        args: argparse.Namespace,
+        dataset: Dataset,
+        config: dict[str, Any],
+        device: torch.device,
+):
+    """Shuffled and augmented batches of a fixed size.
+
+    Raises:
+        UsageError: There are fewer images than one batch takes.
+    """
+    if not isinstance(dataset, torch.utils.data.IterableDataset) and len(dataset) < args.batch_size:
+        raise UsageError(f'--batch-size {args.batch_size} is more than the {len(dataset)} training images')
+    mixup = mixup_arguments(args)
+    prefetch = not args.no_prefetcher
+    interpolation = config['interpolation'] if args.no_aug or not args.train_interpolation else args.train_interpolation
+    if args.aug_splits:
+        dataset = AugMixDataset(dataset, num_splits=args.aug_splits)
+    return create_loader(
+        dataset, input_size=config['input_size'], batch_size=args.batch_size, is_training=True, no_aug=args.no_aug,
+        re_prob=args.reprob, re_mode=args.remode, re_count=args.recount, re_split=args.resplit,
+        train_crop_mode=args.train_crop_mode, scale=args.scale, ratio=args.ratio, hflip=args.hflip, vflip=args.vflip,
+        color_jitter=args.color_jitter, color_jitter_prob=args.color_jitter_prob, grayscale_prob=args.grayscale_prob,
+        gaussian_blur_prob=args.gaussian_blur_prob, auto_augment=args.aa, num_aug_splits=args.aug_splits,
+        interpolation=interpolation, mean=config['mean'], std=config['std'], num_workers=args.workers,
+        collate_fn=FastCollateMixup(**mixup) if mixup and prefetch else None, pin_memory=args.pin_mem, device=device,
+        use_prefetcher=prefetch, persistent_workers=False, worker_seeding=args.worker_seeding)
+
+
+def evaluation_loader(
+        args: argparse.Namespace,
+        dataset: Dataset,
+        config: dict[str, Any],
+        device: torch.device,
+        batch_size: int,
+        crop_border_pixels: int | None = None,
+):
+    """Every image once, in order."""
+    return create_loader(
+        dataset, input_size=config['input_size'], batch_size=batch_size, interpolation=config['interpolation'],
+        mean=config['mean'], std=config['std'], crop_pct=config['crop_pct'], crop_mode=config['crop_mode'],
+        crop_border_pixels=crop_border_pixels, num_workers=args.workers, pin_memory=args.pin_mem, device=device,
+        use_prefetcher=not args.no_prefetcher, persistent_workers=False)

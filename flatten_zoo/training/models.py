@@ -1,0 +1,97 @@
+"""Models by name, with the options that shape them, and the device they run on."""
+import argparse
+from typing import Any
+
+import timm
+import torch
+from timm.layers import convert_splitbn_model, set_fast_norm
+from timm.models import create_model, parse_model_name, resolve_model_input_args
+from torch import nn
+
+from flatten_zoo.errors import UsageError, first_line, unknown_name
+
+from .logs import log
+
+__all__ = ['build_model', 'build_training_model', 'resolve_device']
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of that name, or the CPU where there is no accelerator.
+
+    Raises:
+        UsageError: It is no device, or one that this machine lacks although it has others of its kind.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as e:
+        raise UsageError(f"--device '{name}': no such kind of device; cuda, cuda:0, mps or cpu") from e
+    if device.type == 'cpu':
+        return device
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        log.info('no %s device here: running on the CPU', device.type)
+        return torch.device('cpu')
+    if device.type != accelerator.type or (device.index or 0) >= torch.accelerator.device_count():
+        raise UsageError(f"--device '{name}': this machine has {torch.accelerator.device_count()} {accelerator.type}")
+    if device.type == 'cuda':
+        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.backends.cudnn.benchmark = True
+    return device
+
+
+def build_model(args: argparse.Namespace, pretrained: bool, **kwargs: Any) -> nn.Module:
+    """The model that the options name.
+
+    Args:
+        args: Options of `train.py` or `validate.py`.
+        pretrained: Whether to load its released weights.
+        kwargs: More arguments of timm's `create_model`; None stands for the model's own default.
+
+    Raises:
+        UsageError: There is no such model, it does not take an argument, or its weights cannot be had.
+    """
+    check_model_name(args.model)
+    if args.fast_norm:
+        set_fast_norm()
+    try:
+        arguments = resolve_model_input_args(
+            args.model, vars(args), in_chans=args.in_chans, num_classes=args.num_classes, global_pool=args.gp,
+            **kwargs, **args.model_kwargs)
+        return create_model(pretrained=pretrained, **arguments)
+    except Exception as e:
+        raise UsageError(f"cannot build the model '{args.model}': {first_line(e)}") from e
+
+
+def check_model_name(name: str) -> None:
+    """Refuse the name of a model that does not exist, with near ones that do."""
+    try:
+        source, model = parse_model_name(name)
+    except ValueError as e:
+        raise UsageError(f'--model: {e}') from e
+    if source is None and not timm.is_model(model):
+        raise unknown_name('model', model.partition('.')[0], timm.list_models())
+
+
+def build_training_model(args: argparse.Namespace) -> nn.Module:
+    """A model to train: with its drop rates, start weights and classifier initialisation."""
+    overlay = {'file': args.pretrained_path, 'num_classes': -1} if args.pretrained_path else None
+    model = build_model(
+        args,
+        pretrained=args.pretrained or bool(args.pretrained_path),
+        pretrained_cfg_overlay=overlay,
+        drop_rate=args.drop,
+        drop_path_rate=args.drop_connect if args.drop_path is None else args.drop_path,
+        drop_block_rate=args.drop_block,
+        bn_momentum=args.bn_momentum,
+        bn_eps=args.bn_eps,
+    )
+    with torch.no_grad():
+        classifier = model.get_classifier()
+        if args.head_init_scale is not None:
+            classifier.weight.mul_(args.head_init_scale)
+            classifier.bias.mul_(args.head_init_scale)
+        if args.head_init_bias is not None:
+            classifier.bias.fill_(args.head_init_bias)
+    if args.split_bn:
+        model = convert_splitbn_model(model, args.aug_splits)
+    return model

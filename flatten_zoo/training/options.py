@@ -1,0 +1,337 @@
+"""The options of `train.py` and `validate.py`: timm's names, meanings and defaults."""
+import argparse
+
+from timm.optim import list_optimizers
+
+from flatten_zoo.errors import UsageError, unknown_name
+
+from .config import KeyValues, OptionParser
+
+__all__ = ['check_train_options', 'check_validate_options', 'train_parser', 'validate_parser']
+
+INTERPOLATIONS = ('bilinear', 'bicubic', 'nearest', 'lanczos', 'box', 'hamming')
+
+
+def train_parser() -> OptionParser:
+    """Parser of `train.py`."""
+    parser = OptionParser(prog='train.py', description='Train an image classifier.')
+    _dataset_options(parser, train=True)
+    _model_options(parser)
+    _input_options(parser)
+    _loader_options(parser)
+    _optimizer_options(parser)
+    _schedule_options(parser)
+    _augmentation_options(parser)
+    _mixing_options(parser)
+    _regularisation_options(parser)
+    _ema_options(parser)
+    _output_options(parser)
+    return parser
+
+
+def validate_parser() -> OptionParser:
+    """Parser of `validate.py`."""
+    parser = OptionParser(
+        prog='validate.py',
+        description='Measure the accuracy of an image classifier: a model by its name with --pretrained or '
+                    '--checkpoint FILE, or a run of train.py with --checkpoint FOLDER, whose args.yaml then says '
+                    'which model, data and image size.')
+    _dataset_options(parser, train=False)
+    group = parser.add_argument_group('model')
+    group.add_argument('--model', '-m', default='dpn92', metavar='NAME', help='model, by its timm name')
+    group.add_argument('--pretrained', action='store_true', help='load the released weights')
+    group.add_argument(
+        '--checkpoint', default='', type=str, metavar='PATH',
+        help="checkpoint file, or output folder of train.py (its best checkpoint is taken)")
+    group.add_argument('--use-ema', action='store_true', help="take the checkpoint's averaged weights")
+    _head_options(group)
+    group.add_argument('--test-pool', action='store_true', help='test-time pooling of larger images')
+    group.add_argument('--reparam', action='store_true', help="fold the model's training-time branches first")
+    _input_options(parser)
+    group = parser.add_argument_group('evaluation input')
+    group.add_argument('--use-train-size', action='store_true', help="the model's training size, not its test size")
+    group.add_argument('--crop-mode', type=str, choices=('squash', 'border', 'center'), help='how to crop')
+    group.add_argument('--crop-border-pixels', type=int, metavar='N', help='pixels to cut off every border')
+    group.add_argument('-b', '--batch-size', type=int, default=256, metavar='N', help='images per batch')
+    _loader_options(parser)
+    group = parser.add_argument_group('output')
+    group.add_argument('--log-freq', type=int, default=10, metavar='N', help='batches between log lines')
+    group.add_argument('--results-file', type=str, default='', metavar='FILE', help='write the results there')
+    group.add_argument('--results-format', type=str, default='csv', choices=('csv', 'json'), help='as which format')
+    return parser
+
+
+def _dataset_options(parser: OptionParser, train: bool) -> None:
+    group = parser.add_argument_group('dataset')
+    group.add_argument('data', nargs='?', metavar='DIR', help='data folder, the same as --data-dir')
+    group.add_argument('--data-dir', metavar='DIR', help='folder (or tar file) of the data')
+    group.add_argument(
+        '--dataset', default='', metavar='NAME', help="PREFIX/NAME with prefix torch, hfds, hfids, tfds or wds; "
+        'without it, --data-dir holds a folder (or SPLIT.tar) per split with a folder of images per class')
+    if train:
+        group.add_argument('--train-split', default='train', metavar='NAME', help='split to train on')
+        group.add_argument('--val-split', default='validation', metavar='NAME', help="split to validate on, '': none")
+        group.add_argument('--train-num-samples', type=int, metavar='N', help='training images, for streams')
+        group.add_argument('--val-num-samples', type=int, metavar='N', help='validation images, for streams')
+    else:
+        group.add_argument('--split', default='validation', metavar='NAME', help='split to validate on')
+        group.add_argument('--num-samples', type=int, metavar='N', help='images, for streams')
+    group.add_argument('--dataset-download', action='store_true', help='download the data if its source allows it')
+    group.add_argument('--class-map', default='', type=str, metavar='FILE', help='class names in order of index')
+    group.add_argument('--input-img-mode', type=str, metavar='MODE', help='PIL mode; RGB, or L for one channel')
+    group.add_argument('--input-key', type=str, metavar='KEY', help='name of the image in a record')
+    group.add_argument('--target-key', type=str, metavar='KEY', help='name of the class in a record')
+    group.add_argument(
+        '--dataset-trust-remote-code', action='store_true', help="let a Hugging Face dataset's own code run")
+
+
+def _model_options(parser: OptionParser) -> None:
+    group = parser.add_argument_group('model')
+    group.add_argument('--model', default='resnet50', type=str, metavar='NAME', help='model, by its timm name')
+    group.add_argument('--pretrained', action='store_true', help='start from the released weights')
+    group.add_argument('--pretrained-path', type=str, metavar='FILE', help='a local file in place of the released one')
+    group.add_argument(
+        '--initial-checkpoint', default='', type=str, metavar='FILE', help='load this checkpoint into the new model')
+    _head_options(group)
+    group.add_argument('--head-init-scale', type=float, metavar='X', help='factor on the initial classifier weights')
+    group.add_argument('--head-init-bias', type=float, metavar='X', help='initial classifier bias')
+
+
+def _head_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument('--num-classes', type=int, metavar='N', help="classes; the model's own number if not given")
+    group.add_argument('--gp', type=str, metavar='TYPE', help='global pooling: fast, avg, max, avgmax, …')
+    group.add_argument('--fast-norm', action='store_true', help="timm's fast norm layers where they exist")
+    group.add_argument(
+        '--model-kwargs', nargs='*', default={}, action=KeyValues, metavar='KEY=VALUE',
+        help='more arguments of the model')
+
+
+def _input_options(parser: OptionParser) -> None:
+    group = parser.add_argument_group('input')
+    group.add_argument('--img-size', type=int, metavar='N', help='side of the square image')
+    group.add_argument('--in-chans', type=int, metavar='N', help='channels of the image')
+    group.add_argument('--input-size', nargs=3, type=int, metavar='N', help='channels, height and width')
+    group.add_argument('--crop-pct', type=float, metavar='X', help='side of the crop / side of the resized image')
+    group.add_argument('--mean', type=float, nargs='+', metavar='X', help='mean of each channel')
+    group.add_argument('--std', type=float, nargs='+', metavar='X', help='standard deviation of each channel')
+    group.add_argument(
+        '--interpolation', default='', type=str, metavar='NAME', choices=('', *INTERPOLATIONS),
+        help='how to resize: ' + ', '.join(INTERPOLATIONS))
+
+
+def _loader_options(parser: OptionParser) -> None:
+    group = parser.add_argument_group('device and loading')
+    group.add_argument('--device', default='cuda', type=str, help='device; the CPU where there is no such device')
+    group.add_argument('-j', '--workers', type=int, default=4, metavar='N', help='processes that load images')
+    group.add_argument('--pin-mem', action='store_true', help='pin memory for the transfer to the device')
+    group.add_argument('--no-prefetcher', action='store_true', help='no asynchronous transfer to the device')
+    group.add_argument('--seed', type=int, default=42, help='random seed')
+
+
+def _optimizer_options(parser: OptionParser) -> None:
+    group = parser.add_argument_group('optimizer')
+    group.add_argument('--opt', default='sgd', type=str, metavar='NAME', help="optimizer, by timm's name")
+    group.add_argument('--opt-eps', type=float, metavar='X', help='epsilon')
+    group.add_argument('--opt-betas', type=float, nargs='+', metavar='X', help='betas')
+    group.add_argument('--momentum', type=float, default=0.9, metavar='X', help='momentum')
+    group.add_argument('--weight-decay', type=float, default=2e-5, metavar='X', help='weight decay')
+    group.add_argument('--clip-grad', type=float, metavar='X', help='limit of the gradient')
+    group.add_argument('--clip-mode', type=str, default='norm', choices=('norm', 'value', 'agc'), help='of its what')
+    group.add_argument('--layer-decay', type=float, metavar='X', help='learning-rate factor from layer to layer')
+    group.add_argument('--layer-decay-min-scale', type=float, default=0, metavar='X', help='its lower limit')
+    group.add_argument(
+        '--layer-decay-no-opt-scale', type=float, metavar='X', help='do not train layers with a smaller factor')
+    group.add_argument(
+        '--opt-kwargs', nargs='*', default={}, action=KeyValues, metavar='KEY=VALUE',
+        help='more arguments of the optimizer')
+
+
+def _schedule_options(parser: OptionParser) -> None:
+    group = parser.add_argument_group('schedule')
+    group.add_argument(
+        '--sched', type=str, default='cosine', metavar='NAME', help='schedule of the learning rate',
+        choices=('cosine', 'tanh', 'step', 'multistep', 'plateau', 'poly', 'wsd', 'rsqrt', 'constant', 'none'))
+    group.add_argument('--sched-on-updates', action='store_true', help='step it on every update, not every epoch')
+    group.add_argument('--lr', type=float, metavar='X', help='learning rate; from --lr-base if not given')
+    group.add_argument('--lr-base', type=float, default=0.1, metavar='X', help='learning rate at --lr-base-size')
+    group.add_argument('--lr-base-size', type=int, default=256, metavar='N', help='images per step of --lr-base')
+    group.add_argument(
+        '--lr-base-scale', type=str, default='', choices=('', 'linear', 'sqrt'),
+        help='how it scales with the images per step; sqrt for adaptive optimizers and linear otherwise if not given')
+    group.add_argument('--lr-noise', type=float, nargs='+', metavar='X', help='noise on and off, in parts of the run')
+    group.add_argument('--lr-noise-pct', type=float, default=0.67, metavar='X', help='limit of the noise')
+    group.add_argument('--lr-noise-std', type=float, default=1.0, metavar='X', help='deviation of the noise')
+    group.add_argument('--lr-cycle-mul', type=float, default=1.0, metavar='X', help='factor on the cycle length')
+    group.add_argument('--lr-cycle-decay', type=float, default=0.5, metavar='X', help='factor on each cycle')
+    group.add_argument('--lr-cycle-limit', type=int, default=1, metavar='N', help='number of cycles')
+    group.add_argument('--lr-k-decay', type=float, default=1.0, metavar='X', help='k of k-decay')
+    group.add_argument('--warmup-lr', type=float, default=1e-5, metavar='X', help='learning rate at the start')
+    group.add_argument('--min-lr', type=float, default=0, metavar='X', help='smallest learning rate')
+    group.add_argument('--epochs', type=int, default=300, metavar='N', help='epochs to train')
+    group.add_argument('--epoch-repeats', type=float, default=0.0, metavar='X', help='passes per epoch, for streams')
+    group.add_argument('--start-epoch', type=int, metavar='N', help='first epoch')
+    group.add_argument(
+        '--decay-milestones', type=int, nargs='+', default=[90, 180, 270], metavar='N', help='epochs of multistep')
+    group.add_argument('--decay-epochs', type=float, default=90, metavar='X', help='epochs between decays')
+    group.add_argument('--warmup-epochs', type=int, default=5, metavar='N', help='epochs of warm-up')
+    group.add_argument('--warmup-prefix', action='store_true', help='warm-up comes on top of --epochs')
+    group.add_argument('--cooldown-epochs', type=int, default=0, metavar='N', help='epochs at --min-lr after the rest')
+    group.add_argument('--patience-epochs', type=int, default=10, metavar='N', help='patience of plateau')
+    group.add_argument('--decay-rate', '--dr', type=float, default=0.1, metavar='X', help='factor of each decay')
+
+
+def _augmentation_options(parser: OptionParser) -> None:
+    group = parser.add_argument_group('augmentation')
+    group.add_argument('--no-aug', action='store_true', help='none at all')
+    group.add_argument('--train-crop-mode', type=str, choices=('rrc', 'rkrc', 'rkrr'), help='how to crop at random')
+    group.add_argument('--scale', type=float, nargs='+', default=[0.08, 1.0], metavar='X', help='area of the crop')
+    group.add_argument('--ratio', type=float, nargs='+', default=[3 / 4, 4 / 3], metavar='X', help='its aspect ratio')
+    group.add_argument('--hflip', type=float, default=0.5, metavar='P', help='probability of a horizontal flip')
+    group.add_argument('--vflip', type=float, default=0.0, metavar='P', help='probability of a vertical flip')
+    group.add_argument('--color-jitter', type=float, default=0.4, metavar='X', help='colour jitter')
+    group.add_argument('--color-jitter-prob', type=float, metavar='P', help='its probability; always if not given')
+    group.add_argument('--grayscale-prob', type=float, metavar='P', help='probability of losing the colour')
+    group.add_argument('--gaussian-blur-prob', type=float, metavar='P', help='probability of a blur')
+    group.add_argument('--aa', type=str, metavar='POLICY', help="AutoAugment policy, 'original' or 'rand-m9-mstd0.5'")
+    group.add_argument('--aug-splits', type=int, default=0, metavar='N', help='augmentations of each image: 0 or >= 2')
+    group.add_argument('--reprob', type=float, default=0.0, metavar='P', help='probability of random erasing')
+    group.add_argument('--remode', type=str, default='pixel', choices=('pixel', 'rand', 'const'), help='its filling')
+    group.add_argument('--recount', type=int, default=1, metavar='N', help='its regions')
+    group.add_argument('--resplit', action='store_true', help='no random erasing in the first (clean) split')
+    group.add_argument(
+        '--train-interpolation', type=str, default='random', metavar='NAME', choices=('', 'random', *INTERPOLATIONS),
+        help='how to resize training images: random, or as --interpolation')
+    group.add_argument(
+        '--worker-seeding', type=str, default='all', choices=('all', 'part'), help='random generators to seed')
+
+
+def _mixing_options(parser: OptionParser) -> None:
+    group = parser.add_argument_group('loss and mixing')
+    group.add_argument('--smoothing', type=float, default=0.1, metavar='X', help='label smoothing')
+    group.add_argument('--mixup', type=float, default=0.0, metavar='X', help='mixup alpha')
+    group.add_argument('--cutmix', type=float, default=0.0, metavar='X', help='cutmix alpha')
+    group.add_argument('--cutmix-minmax', type=float, nargs='+', metavar='X', help='limits of the area cut')
+    group.add_argument('--mixup-prob', type=float, default=1.0, metavar='P', help='probability of mixing')
+    group.add_argument('--mixup-switch-prob', type=float, default=0.5, metavar='P', help='of cutmix where both are on')
+    group.add_argument(
+        '--mixup-mode', type=str, default='batch', choices=('batch', 'pair', 'elem'), help='what shares a mix')
+    group.add_argument('--mixup-off-epoch', type=int, default=0, metavar='N', help='no mixing from then on, 0: never')
+    group.add_argument('--jsd-loss', action='store_true', help='Jensen-Shannon and cross-entropy, with --aug-splits')
+    group.add_argument('--bce-loss', action='store_true', help='binary cross-entropy')
+    group.add_argument('--bce-sum', action='store_true', help='summed, not averaged, over the classes')
+    group.add_argument('--bce-target-thresh', type=float, metavar='X', help='make mixed targets 0 or 1 at this')
+    group.add_argument('--bce-pos-weight', type=float, metavar='X', help='weight of the positive term')
+
+
+def _regularisation_options(parser: OptionParser) -> None:
+    group = parser.add_argument_group('regularisation and batch norm')
+    group.add_argument('--drop', type=float, default=0.0, metavar='P', help='dropout')
+    group.add_argument('--drop-connect', type=float, metavar='P', help='old name of --drop-path')
+    group.add_argument('--drop-path', type=float, metavar='P', help='stochastic depth')
+    group.add_argument('--drop-block', type=float, metavar='P', help='drop block')
+    group.add_argument('--bn-momentum', type=float, metavar='X', help='batch-norm momentum')
+    group.add_argument('--bn-eps', type=float, metavar='X', help='batch-norm epsilon')
+    group.add_argument('--split-bn', action='store_true', help='batch norm of its own for each augmentation split')
+
+
+def _ema_options(parser: OptionParser) -> None:
+    group = parser.add_argument_group('average of the weights')
+    group.add_argument('--model-ema', action='store_true', help='keep (and validate) a moving average of the weights')
+    group.add_argument('--model-ema-force-cpu', action='store_true', help='on the CPU, where it is not validated')
+    group.add_argument('--model-ema-decay', type=float, default=0.9998, metavar='X', help='its decay')
+    group.add_argument('--model-ema-warmup', action='store_true', help='less decay at first')
+
+
+def _output_options(parser: OptionParser) -> None:
+    group = parser.add_argument_group('evaluation and output')
+    group.add_argument('-b', '--batch-size', type=int, default=128, metavar='N', help='images per training step')
+    group.add_argument('-vb', '--validation-batch-size', type=int, metavar='N', help='the same if not given')
+    group.add_argument('--eval-metric', type=str, default='top1', choices=('top1', 'top5', 'loss'), help='best by what')
+    group.add_argument('--val-interval', type=int, default=1, metavar='N', help='epochs between validations')
+    group.add_argument('--log-interval', type=int, default=50, metavar='N', help='batches between log lines')
+    group.add_argument('--checkpoint-hist', type=int, default=10, metavar='N', help='checkpoints to keep')
+    group.add_argument('--save-images', action='store_true', help='save training batches at every log interval')
+    group.add_argument('--output', default='', type=str, metavar='DIR', help='parent of the output, output/train')
+    group.add_argument('--experiment', default='', type=str, metavar='NAME', help='folder in it; date, model and size')
+
+
+def check_train_options(args: argparse.Namespace) -> None:
+    """Refuse values and combinations that cannot work.
+
+    Raises:
+        UsageError: The option, its value and what would be right.
+    """
+    _check_minimum(args, 1, 'batch_size', 'validation_batch_size', 'epochs', 'val_interval', 'log_interval',
+                   'checkpoint_hist', 'lr_base_size', 'recount', 'lr_cycle_limit', *_SIZES)
+    _check_minimum(args, 0, 'workers', 'warmup_epochs', 'cooldown_epochs', 'start_epoch', 'mixup_off_epoch', 'lr',
+                   'lr_base', 'weight_decay', 'mixup', 'cutmix', 'clip_grad', 'aug_splits')
+    _check_probability(args, 'hflip', 'vflip', 'reprob', 'mixup_prob', 'mixup_switch_prob', 'color_jitter_prob',
+                       'grayscale_prob', 'gaussian_blur_prob', 'smoothing', 'drop', 'drop_connect', 'drop_path',
+                       'drop_block', 'model_ema_decay')
+    _check_pair(args, 'scale', 'ratio', 'cutmix_minmax')
+    _check_input(args)
+    optimizer = args.opt.lower().removeprefix('lookahead_')
+    if optimizer not in list_optimizers():
+        raise unknown_name('optimizer', args.opt, list_optimizers())
+    mixing = args.mixup > 0 or args.cutmix > 0 or args.cutmix_minmax is not None
+    if args.sched == 'plateau' and (not args.val_split or args.val_interval > 1):
+        raise UsageError('--sched plateau needs a validation after every epoch: --val-split and --val-interval 1')
+    if args.aug_splits == 1:
+        raise UsageError('--aug-splits 1: a split needs at least 2, and 0 means none')
+    if args.aug_splits and mixing:
+        raise UsageError('--aug-splits does not go with --mixup and --cutmix')
+    if (args.jsd_loss or args.split_bn) and not args.aug_splits:
+        raise UsageError(f'--{"jsd-loss" if args.jsd_loss else "split-bn"} needs --aug-splits 2 or more')
+    if mixing and args.batch_size % 2:
+        raise UsageError(f'--batch-size {args.batch_size}: --mixup and --cutmix pair images, so it must be even')
+
+
+def check_validate_options(args: argparse.Namespace) -> None:
+    """Refuse values that cannot work.
+
+    Raises:
+        UsageError: The option, its value and what would be right.
+    """
+    _check_minimum(args, 1, 'batch_size', 'log_freq', *_SIZES)
+    _check_minimum(args, 0, 'workers')
+    _check_input(args)
+
+
+_SIZES = ('img_size', 'in_chans', 'num_classes')
+
+
+def _check_minimum(args: argparse.Namespace, minimum: int, *names: str) -> None:
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value < minimum:
+            raise UsageError(f'{_flag(name)} {value}: must be at least {minimum}')
+
+
+def _check_probability(args: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and not 0 <= value <= 1:
+            raise UsageError(f'{_flag(name)} {value}: must be between 0 and 1')
+
+
+def _check_pair(args: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and (len(value) != 2 or not 0 < value[0] <= value[1]):
+            raise UsageError(f'{_flag(name)} {value}: must be two positive numbers, the smaller one first')
+
+
+def _check_input(args: argparse.Namespace) -> None:
+    channels = args.input_size[0] if args.input_size else args.in_chans or 3
+    if args.input_size and min(args.input_size) < 1:
+        raise UsageError(f'--input-size {args.input_size}: must be positive')
+    for name in ('mean', 'std'):
+        value = getattr(args, name)
+        if value is not None and len(value) not in (1, channels):
+            raise UsageError(f'{_flag(name)} {value}: must be one value, or one for each of {channels} channels')
+    if args.crop_pct is not None and args.crop_pct <= 0:
+        raise UsageError(f'--crop-pct {args.crop_pct}: must be positive')
+
+
+def _flag(name: str) -> str:
+    return '--' + name.replace('_', '-')

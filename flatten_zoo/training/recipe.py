@@ -1,0 +1,69 @@
+"""What the options make of learning: loss, optimizer and schedule."""
+import argparse
+from typing import Any
+
+import torch
+from timm.optim import create_optimizer_v2, optimizer_kwargs
+from timm.scheduler import create_scheduler_v2, scheduler_kwargs
+from timm.scheduler.scheduler import Scheduler
+from timm.task import ClassificationTask
+from torch import nn
+
+from flatten_zoo.errors import UsageError
+
+from .data import mixup_arguments
+
+__all__ = ['build_optimizer', 'build_scheduler', 'build_task']
+
+
+def build_task(args: argparse.Namespace, model: nn.Module, device: torch.device) -> ClassificationTask:
+    """Model, loss and average of the weights."""
+    loss: dict[str, Any] = {'smoothing': args.smoothing, 'soft_targets': mixup_arguments(args) is not None}
+    if args.jsd_loss:
+        loss |= {'loss_type': 'jsd', 'jsd_splits': args.aug_splits}
+    elif args.bce_loss:
+        loss |= {
+            'loss_type': 'bce',
+            'bce_sum': args.bce_sum,
+            'bce_target_thresh': args.bce_target_thresh,
+            'pos_weight': args.bce_pos_weight,
+        }
+    task = ClassificationTask(model, criterion_kwargs=loss, device=device, verbose=False)
+    if args.model_ema:
+        task.setup_ema(
+            decay=args.model_ema_decay, use_warmup=args.model_ema_warmup,
+            device=torch.device('cpu') if args.model_ema_force_cpu else None)
+    return task
+
+
+def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
+    """timm's optimizer of that name; without `--lr`, the rate follows from `--lr-base` and the images per step."""
+    if args.lr is None:
+        ratio = args.batch_size / args.lr_base_size
+        if not args.lr_base_scale:
+            adaptive = any(name in args.opt.lower() for name in ('ada', 'lamb'))
+            args.lr_base_scale = 'sqrt' if adaptive else 'linear'
+        args.lr = args.lr_base * (ratio ** 0.5 if args.lr_base_scale == 'sqrt' else ratio)
+    try:
+        return create_optimizer_v2(model, **optimizer_kwargs(cfg=args), **args.opt_kwargs)
+    except (AssertionError, TypeError, ValueError) as e:
+        raise UsageError(f"cannot build the optimizer '{args.opt}': {e}") from e
+
+
+def build_scheduler(
+        args: argparse.Namespace,
+        optimizer: torch.optim.Optimizer,
+        updates_per_epoch: int,
+) -> tuple[Scheduler | None, int]:
+    """timm's schedule of that name, set to the first epoch, and the number of epochs with everything included."""
+    try:
+        scheduler, epochs = create_scheduler_v2(
+            optimizer, **scheduler_kwargs(args), updates_per_epoch=updates_per_epoch)
+    except (AssertionError, ValueError) as e:
+        raise UsageError(f"cannot build the schedule '{args.sched}': {e}") from e
+    if (args.start_epoch or 0) >= epochs:
+        raise UsageError(f'--start-epoch {args.start_epoch}: the schedule ends after {epochs} epochs')
+    if scheduler is not None and args.start_epoch:
+        scheduler.step_update(args.start_epoch * updates_per_epoch)
+        scheduler.step(args.start_epoch)
+    return scheduler, epochs

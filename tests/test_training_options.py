@@ -1,0 +1,138 @@
+"""Options: timm's names, types and defaults; YAML files checked against them."""
+import csv
+from pathlib import Path
+
+import pytest
+
+from flatten_zoo.errors import UsageError
+from flatten_zoo.training.config import write_options_file
+from flatten_zoo.training.options import check_train_options, train_parser, validate_parser
+
+REFERENCE = Path(__file__).parent / 'reference'
+PARSERS = {'train': train_parser, 'validate': validate_parser}
+
+
+def described(action) -> dict[str, str]:
+    def text(value):
+        return '' if value is None else str(value)
+    return {
+        'options': ' '.join(action.option_strings) or action.dest,
+        'dest': action.dest,
+        'nargs': text(action.nargs),
+        'type': action.type.__name__ if action.type else '',
+        'default': text(action.default),
+    }
+
+
+@pytest.mark.parametrize('script', PARSERS)
+def test_every_option_is_timms(script):
+    with (REFERENCE / f'timm_{script}_options.tsv').open(newline='') as file:
+        rows = {row['dest']: row for row in csv.DictReader(file, delimiter='\t')}
+    parser = PARSERS[script]()
+    ours = [described(a) for a in parser._actions if a.dest not in ('help', 'config')]
+    assert len(ours) >= 40
+    for option in ours:
+        expected = {key: rows[option['dest']][key] or '' for key in option}
+        assert {**option, 'options': set(option['options'].split())} == \
+               {**expected, 'options': set(expected['options'].split())}
+
+
+@pytest.mark.parametrize('script', PARSERS)
+def test_help_describes_every_option(script):
+    parser = PARSERS[script]()
+    assert all(action.help for action in parser._actions)
+    assert '--model' in parser.format_help()
+
+
+def parsed(tmp_path, text, *argv):
+    path = tmp_path / 'options.yaml'
+    path.write_text(text)
+    return train_parser().parse_with_config(['--config', str(path), *argv])
+
+
+def test_command_line_overrides_file_overrides_default(tmp_path):
+    args = parsed(tmp_path, 'epochs: 7\nopt: adamw\n', '--epochs', '9')
+    assert (args.epochs, args.opt, args.sched) == (9, 'adamw', 'cosine')
+
+
+def test_file_values_get_the_options_types(tmp_path):
+    args = parsed(tmp_path, 'lr: 1e-3\nmin_lr: 1\nscale: [1, 1]\nmodel_ema: true\nclip_grad: null\n'
+                            'model_kwargs: {img_size: 32}\ndata: some/where\ninput_size: [1, 32, 32]\n')
+    assert args.lr == 1e-3
+    assert isinstance(args.min_lr, float)
+    assert args.scale == [1.0, 1.0]
+    assert args.model_ema is True
+    assert args.clip_grad is None
+    assert args.model_kwargs == {'img_size': 32}
+    assert args.data == 'some/where'
+    assert args.input_size == [1, 32, 32]
+
+
+@pytest.mark.parametrize('text, message', [
+    ('epoch: 3', "unknown option 'epoch'; did you mean epochs"),
+    ('epochs: three', "epochs expects an integer, not 'three'"),
+    ('epochs: 3.5', 'epochs expects an integer, not 3.5'),
+    ('epochs: true', 'epochs expects an integer, not True'),
+    ('epochs: null', 'epochs expects an integer, not None'),
+    ('lr: fast', "lr expects a number, not 'fast'"),
+    ('model_ema: 1', 'model_ema expects true or false, not 1'),
+    ('model: 18', 'model expects text, not 18'),
+    ('scale: 0.5', 'scale expects a list of values, not 0.5'),
+    ('scale: [a]', "scale expects a number, not ['a']"),
+    ('input_size: [3, 32]', 'input_size expects a list of 3 values, not [3, 32]'),
+    ('model_kwargs: img_size=32', "model_kwargs expects a mapping of names to values, not 'img_size=32'"),
+    ('sched: cosin', "sched expects one of cosine, "),
+    ('config: other.yaml', "unknown option 'config'"),
+    ('- epochs', 'expected a mapping of option names to values'),
+    ('epochs: [', 'not valid YAML'),
+])
+def test_mistakes_in_a_file_are_named(tmp_path, text, message):
+    with pytest.raises(UsageError) as e:
+        parsed(tmp_path, text)
+    assert message in str(e.value)
+    assert 'options.yaml' in str(e.value)
+    assert '\n' not in str(e.value)
+
+
+@pytest.mark.parametrize('argv, message', [
+    (['--epoch', '3'], "unknown option '--epoch'; did you mean --epochs"),
+    (['a', 'b'], "unexpected argument 'b'"),
+    (['--epochs', 'x'], "--epochs: invalid int value: 'x'"),
+    (['--sched', 'x'], "--sched: invalid choice: 'x'"),
+    (['--model-kwargs', 'x'], "--model-kwargs: 'x' is not KEY=VALUE"),
+    (['--config', 'missing.yaml'], "cannot read the options in 'missing.yaml': No such file"),
+])
+def test_mistakes_on_the_command_line_are_named(argv, message):
+    with pytest.raises(UsageError) as e:
+        train_parser().parse_with_config(argv)
+    assert message in str(e.value)
+
+
+@pytest.mark.parametrize('argv, message', [
+    ('--batch-size 0', '--batch-size 0: must be at least 1'),
+    ('--workers -1', '--workers -1: must be at least 0'),
+    ('--reprob 1.5', '--reprob 1.5: must be between 0 and 1'),
+    ('--scale 1 0.5', '--scale [1.0, 0.5]: must be two positive numbers'),
+    ('--mean 1 2', '--mean [1.0, 2.0]: must be one value, or one for each of 3 channels'),
+    ('--opt adamx', "unknown optimizer 'adamx'; did you mean"),
+    ('--sched plateau --val-interval 2', '--sched plateau needs a validation after every epoch'),
+    ('--aug-splits 1', '--aug-splits 1'),
+    ('--aug-splits 2 --mixup 0.1', '--aug-splits does not go with --mixup'),
+    ('--jsd-loss', '--jsd-loss needs --aug-splits'),
+    ('--mixup 0.1 --batch-size 3', '--batch-size 3'),
+])
+def test_impossible_values_are_refused(argv, message):
+    with pytest.raises(UsageError) as e:
+        check_train_options(train_parser().parse_args(argv.split()))
+    assert message in str(e.value)
+
+
+def test_defaults_are_possible():
+    check_train_options(train_parser().parse_args([]))
+
+
+def test_written_options_are_read_back(tmp_path):
+    argv = ['--lr', '1e-5', '--scale', '0.5', '1', '--model-kwargs', 'img_size=32', '--model-ema']
+    args = train_parser().parse_with_config(argv)
+    write_options_file(tmp_path / 'args.yaml', args)
+    assert train_parser().parse_with_config(['-c', str(tmp_path / 'args.yaml')]) == args

@@ -1,0 +1,170 @@
+"""validate.py: the figures of a model, of a checkpoint, of a run."""
+import csv
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from timm.data import create_dataset, create_transform, resolve_data_config
+from timm.models import create_model
+
+from flatten_zoo.errors import report_usage_errors
+from flatten_zoo.training.train import main as train
+from flatten_zoo.training.validate import main, parse
+
+from .tiny_images import COLOURS, write_images
+
+ROOT = Path(__file__).parents[1]
+MODEL = shlex.split('--model test_resnet --num-classes 3 --img-size 32 -b 4 -j 0')
+
+
+@pytest.fixture(scope='module')
+def images(tmp_path_factory):
+    return write_images(tmp_path_factory.mktemp('data'), classes=tuple(COLOURS))
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory, images):
+    """Output folder of a run whose best epoch is not its last and whose options are not the defaults."""
+    output = tmp_path_factory.mktemp('output')
+    options = '--epochs 3 --lr .02 --warmup-epochs 0 --model-ema --model-ema-decay .8 --crop-pct .9 --mean .5 --std .3'
+    argv = [*MODEL, str(images), *options.split(), '--output', str(output), '--experiment', 'run']
+    assert train(argv) == 0
+    return output / 'run'
+
+
+def results(capsys, *argv) -> dict:
+    capsys.readouterr()
+    assert main([str(word) for word in argv]) == 0
+    return json.loads(capsys.readouterr().out.removeprefix('--result\n'))
+
+
+def refused(capsys, *argv) -> str:
+    capsys.readouterr()
+    assert report_usage_errors(lambda: main([str(word) for word in argv])) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if 'running on the CPU' not in line]
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def summary(run) -> list[dict[str, str]]:
+    with (run / 'summary.csv').open(newline='') as file:
+        return list(csv.DictReader(file))
+
+
+def test_run_has_the_figures_of_its_best_epoch(capsys, run):
+    figures = results(capsys, '--checkpoint', run)
+    best = max(summary(run), key=lambda row: float(row['eval_top1']))
+    for name in ('loss', 'top1', 'top5'):
+        assert figures[name] == pytest.approx(float(best[f'eval_{name}']), abs=1e-4)
+    assert figures['images'] == 15
+    assert figures['throughput'] > 0
+    assert figures['checkpoint'] == str(run / 'model_best.pth.tar')
+    assert figures['crop_pct'] == 0.9
+
+
+def test_command_line_overrides_the_run(run, tmp_path):
+    args = parse(['--checkpoint', str(run)])
+    assert (args.batch_size, args.workers, args.mean, args.split, args.use_ema) == (4, 0, [0.5], 'validation', True)
+    args = parse([str(tmp_path), '--checkpoint', str(run), '-b', '7', '--split', 'train'])
+    assert (args.batch_size, args.split, args.data_dir) == (7, 'train', str(tmp_path))
+
+
+def test_checkpoint_file_has_the_figures_computed_by_hand(capsys, run, images):
+    argv = [*MODEL, images, '--checkpoint', run / 'last.pth.tar', '--crop-mode', 'squash', '--interpolation', 'bicubic']
+    figures = results(capsys, *argv)
+    checkpoint = torch.load(run / 'last.pth.tar', weights_only=True)
+    model = create_model('test_resnet', num_classes=3).eval()
+    config = resolve_data_config({'img_size': 32, 'crop_mode': 'squash', 'interpolation': 'bicubic'}, model=model)
+    dataset = create_dataset('', images, split='validation')
+    dataset.transform = create_transform(**config)
+    pixels, target = map(torch.stack, zip(*[(x, torch.tensor(y)) for x, y in dataset], strict=True))
+    for ema, key in ((False, 'state_dict'), (True, 'state_dict_ema')):
+        model.load_state_dict(checkpoint[key])
+        with torch.no_grad():
+            logits = model(pixels)
+        loss = torch.nn.functional.cross_entropy(logits, target).item()
+        figures = results(capsys, *argv, *(['--use-ema'] if ema else []))
+        assert figures['loss'] == pytest.approx(loss, abs=2e-4)
+        assert figures['top1'] == pytest.approx(100 * (logits.argmax(1) == target).float().mean().item(), abs=1e-4)
+        assert figures['top1_err'] == pytest.approx(100 - figures['top1'])
+
+
+def test_top5_of_three_classes_is_everything(capsys, run):
+    assert results(capsys, '--checkpoint', run)['top5'] == 100
+
+
+@pytest.mark.parametrize('file_format', ['csv', 'json'])
+def test_results_file(capsys, run, tmp_path, file_format):
+    path = tmp_path / 'below' / f'results.{file_format}'
+    printed = results(capsys, '--checkpoint', run, '--results-file', path, '--results-format', file_format)
+    if file_format == 'json':
+        written = json.loads(path.read_text())
+    else:
+        (row,) = csv.DictReader(path.open(newline=''))
+        written = {key: type(printed[key])(value) for key, value in row.items()}
+    assert written == printed
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_split_folder_may_be_given_itself(capsys, run, images):
+    whole = results(capsys, '--checkpoint', run)
+    itself = results(capsys, images / 'validation', '--checkpoint', run)
+    assert itself['loss'] == whole['loss']
+
+
+@pytest.mark.parametrize('argv', [
+    '--test-pool --img-size 192',
+    '--use-train-size --fast-norm',
+    '--crop-mode border --crop-border-pixels 2 --no-prefetcher --gp max',
+])
+def test_options_validate(capsys, run, argv):
+    figures = results(capsys, '--checkpoint', run, *argv.split())
+    assert 0 <= figures['top1'] <= 100
+
+
+def test_folded_branches_change_nothing(capsys, images, tmp_path):
+    path = tmp_path / 'model.pth'
+    torch.save(create_model('test_byobnet', num_classes=3).state_dict(), path)
+    argv = [images, '--model', 'test_byobnet', '--num-classes', 3, '--img-size', 32, '-j', 0, '--checkpoint', path]
+    assert results(capsys, *argv, '--reparam')['loss'] == pytest.approx(results(capsys, *argv)['loss'], abs=2e-4)
+
+
+def test_command_prints_results_only_on_standard_output(run):
+    done = subprocess.run(
+        [sys.executable, ROOT / 'validate.py', '--checkpoint', run], capture_output=True, text=True,
+        env={**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'})
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.removeprefix('--result\n'))['model'] == 'test_resnet'
+    assert 'images/s' in done.stderr
+
+
+def test_refusals(capsys, run, images, tmp_path):
+    whole = run / 'model_best.pth.tar'
+    half = tmp_path / 'half.pth.tar'
+    half.write_bytes(whole.read_bytes()[:-1000])
+    assert 'no split' in refused(capsys, *MODEL, images, '--checkpoint', whole, '--split', 'test')
+    torch.save(create_model('test_resnet', num_classes=5).state_dict(), tmp_path / 'five.pth')
+    assert 'has 3 classes but test_resnet has 5' in refused(
+        capsys, *MODEL, images, '--num-classes', 5, '--checkpoint', tmp_path / 'five.pth')
+    assert 'does not fit the model' in refused(capsys, *MODEL, images, '--checkpoint', whole, '--num-classes', 5)
+    assert f"'{half}' is incomplete" in refused(capsys, *MODEL, images, '--checkpoint', half)
+    assert 'no output folder of train.py' in refused(capsys, '--checkpoint', tmp_path)
+    assert "unknown model 'resnt50'; did you mean" in refused(capsys, images, '--model', 'resnt50')
+    torch.save({'state_dict': create_model('test_resnet', num_classes=3).state_dict()}, tmp_path / 'plain.pth')
+    assert 'there are no averaged (EMA) weights' in refused(
+        capsys, *MODEL, images, '--checkpoint', tmp_path / 'plain.pth', '--use-ema')
+
+
+def test_checkpoint_that_would_run_code_is_refused(capsys, images, tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / 'ran'),)
+
+    torch.save({'state_dict': {}, 'x': Evil()}, tmp_path / 'evil.pth')
+    assert 'cannot be read safely' in refused(capsys, *MODEL, images, '--checkpoint', tmp_path / 'evil.pth')
+    assert not (tmp_path / 'ran').exists()
