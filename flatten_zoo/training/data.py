@@ -10,6 +10,8 @@ from torch.utils.data import Dataset
 
 from flatten_zoo.errors import UsageError, first_line
 
+from .numerics import Numerics
+
 __all__ = [
     'check_classes', 'check_same_classes', 'evaluation_loader', 'input_config', 'mixup_arguments', 'open_dataset',
     'open_splits', 'training_loader',
@@ -211,7 +213,7 @@ def training_loader(
         args: argparse.Namespace,
         dataset: Dataset,
         config: dict[str, Any],
-        device: torch.device,
+        numerics: Numerics,
 ):
     """Shuffled and augmented batches of a fixed size.
 
@@ -232,21 +234,24 @@ def training_loader(
         color_jitter=args.color_jitter, color_jitter_prob=args.color_jitter_prob, grayscale_prob=args.grayscale_prob,
         gaussian_blur_prob=args.gaussian_blur_prob, auto_augment=args.aa, num_aug_splits=args.aug_splits,
         interpolation=interpolation, mean=config['mean'], std=config['std'], num_workers=args.workers,
-        collate_fn=FastCollateMixup(**mixup) if mixup and prefetch else None, pin_memory=args.pin_mem, device=device,
-        use_prefetcher=prefetch, persistent_workers=False, worker_seeding=args.worker_seeding)
+        collate_fn=FastCollateMixup(**mixup) if mixup and prefetch else None, pin_memory=args.pin_mem,
+        device=numerics.device, img_dtype=numerics.dtype, use_prefetcher=prefetch, persistent_workers=False,
+        worker_seeding=args.worker_seeding)
 
 
 def evaluation_loader(
         args: argparse.Namespace,
         dataset: Dataset,
         config: dict[str, Any],
-        device: torch.device,
+        numerics: Numerics,
         batch_size: int,
         crop_border_pixels: int | None = None,
+        tf_preprocessing: bool = False,
 ):
     """Every image once, in order."""
     return create_loader(
         dataset, input_size=config['input_size'], batch_size=batch_size, interpolation=config['interpolation'],
         mean=config['mean'], std=config['std'], crop_pct=config['crop_pct'], crop_mode=config['crop_mode'],
-        crop_border_pixels=crop_border_pixels, num_workers=args.workers, pin_memory=args.pin_mem, device=device,
-        use_prefetcher=not args.no_prefetcher, persistent_workers=False)
+        crop_border_pixels=crop_border_pixels, num_workers=args.workers, pin_memory=args.pin_mem,
+        device=numerics.device, img_dtype=numerics.dtype, use_prefetcher=not args.no_prefetcher,
+        tf_preprocessing=tf_preprocessing, persistent_workers=False)

@@ -1,5 +1,6 @@
 """Models by name, with the options that shape them, and the device they run on."""
 import argparse
+import importlib
 from typing import Any
 
 import timm
@@ -12,7 +13,20 @@ from flatten_zoo.errors import UsageError, first_line, unknown_name
 
 from .logs import log
 
-__all__ = ['build_model', 'build_training_model', 'resolve_device']
+__all__ = ['build_model', 'build_training_model', 'import_device_modules', 'resolve_device']
+
+
+def import_device_modules(names: list[str] | None) -> None:
+    """Import the modules that bring devices to torch, such as `torch_npu`.
+
+    Raises:
+        UsageError: One of them cannot be imported.
+    """
+    for name in names or ():
+        try:
+            importlib.import_module(name)
+        except ImportError as e:
+            raise UsageError(f'--device-modules {name}: {first_line(e)}') from e
 
 
 def resolve_device(name: str) -> torch.device:
@@ -92,6 +106,11 @@ def build_training_model(args: argparse.Namespace) -> nn.Module:
             classifier.bias.mul_(args.head_init_scale)
         if args.head_init_bias is not None:
             classifier.bias.fill_(args.head_init_bias)
+    if args.grad_checkpointing:
+        try:
+            model.set_grad_checkpointing(True)
+        except (AssertionError, AttributeError) as e:
+            raise UsageError(f"--grad-checkpointing: '{args.model}' does not have it") from e
     if args.split_bn:
         model = convert_splitbn_model(model, args.aug_splits)
     return model

@@ -6,6 +6,7 @@ from timm.optim import list_optimizers
 from flatten_zoo.errors import UsageError, unknown_name
 
 from .config import KeyValues, OptionParser
+from .numerics import check_compilation
 
 __all__ = ['check_train_options', 'check_validate_options', 'train_parser', 'validate_parser']
 
@@ -19,6 +20,7 @@ def train_parser() -> OptionParser:
     _model_options(parser)
     _input_options(parser)
     _loader_options(parser)
+    _numerics_options(parser, train=True)
     _optimizer_options(parser)
     _schedule_options(parser)
     _augmentation_options(parser)
@@ -52,8 +54,11 @@ def validate_parser() -> OptionParser:
     group.add_argument('--use-train-size', action='store_true', help="the model's training size, not its test size")
     group.add_argument('--crop-mode', type=str, choices=('squash', 'border', 'center'), help='how to crop')
     group.add_argument('--crop-border-pixels', type=int, metavar='N', help='pixels to cut off every border')
+    group.add_argument(
+        '--tf-preprocessing', action='store_true', help='decode and resize as TensorFlow does (needs tensorflow)')
     group.add_argument('-b', '--batch-size', type=int, default=256, metavar='N', help='images per batch')
     _loader_options(parser)
+    _numerics_options(parser, train=False)
     group = parser.add_argument_group('output')
     group.add_argument('--log-freq', type=int, default=10, metavar='N', help='batches between log lines')
     group.add_argument('--results-file', type=str, default='', metavar='FILE', help='write the results there')
@@ -128,6 +133,29 @@ def _loader_options(parser: OptionParser) -> None:
     group.add_argument('--seed', type=int, default=42, help='random seed')
 
 
+def _numerics_options(parser: OptionParser, train: bool) -> None:
+    group = parser.add_argument_group('numerics and memory')
+    group.add_argument('--amp', action='store_true', help='mixed precision')
+    group.add_argument(
+        '--amp-dtype', type=str, default='float16', choices=('float16', 'bfloat16'),
+        help='lower precision of --amp; float16 scales the loss, bfloat16 needs no such thing')
+    group.add_argument(
+        '--model-dtype', type=str, choices=('float32', 'float16', 'bfloat16'),
+        help='type of weights and images throughout, without --amp')
+    group.add_argument('--channels-last', action='store_true', help='memory layout with the channels last')
+    group.add_argument(
+        '--torchcompile', nargs='?', type=str, const='inductor', metavar='BACKEND',
+        help='compile the model; with inductor if no backend is given')
+    group.add_argument('--torchcompile-mode', type=str, metavar='MODE', help='mode of the compilation')
+    if train:
+        group.add_argument(
+            '--grad-accum-steps', type=int, default=1, metavar='N', help='batches whose gradients make one update')
+        group.add_argument(
+            '--grad-checkpointing', action='store_true', help='compute activations twice to save their memory')
+        group.add_argument(
+            '--device-modules', type=str, nargs='+', metavar='MODULE', help='modules to import for other devices')
+
+
 def _optimizer_options(parser: OptionParser) -> None:
     group = parser.add_argument_group('optimizer')
     group.add_argument('--opt', default='sgd', type=str, metavar='NAME', help="optimizer, by timm's name")
@@ -154,10 +182,10 @@ def _schedule_options(parser: OptionParser) -> None:
     group.add_argument('--sched-on-updates', action='store_true', help='step it on every update, not every epoch')
     group.add_argument('--lr', type=float, metavar='X', help='learning rate; from --lr-base if not given')
     group.add_argument('--lr-base', type=float, default=0.1, metavar='X', help='learning rate at --lr-base-size')
-    group.add_argument('--lr-base-size', type=int, default=256, metavar='N', help='images per step of --lr-base')
+    group.add_argument('--lr-base-size', type=int, default=256, metavar='N', help='images per update of --lr-base')
     group.add_argument(
         '--lr-base-scale', type=str, default='', choices=('', 'linear', 'sqrt'),
-        help='how it scales with the images per step; sqrt for adaptive optimizers and linear otherwise if not given')
+        help='how it scales with the images per update; sqrt for adaptive optimizers and linear otherwise if not given')
     group.add_argument('--lr-noise', type=float, nargs='+', metavar='X', help='noise on and off, in parts of the run')
     group.add_argument('--lr-noise-pct', type=float, default=0.67, metavar='X', help='limit of the noise')
     group.add_argument('--lr-noise-std', type=float, default=1.0, metavar='X', help='deviation of the noise')
@@ -244,7 +272,7 @@ def _ema_options(parser: OptionParser) -> None:
 
 def _output_options(parser: OptionParser) -> None:
     group = parser.add_argument_group('evaluation and output')
-    group.add_argument('-b', '--batch-size', type=int, default=128, metavar='N', help='images per training step')
+    group.add_argument('-b', '--batch-size', type=int, default=128, metavar='N', help='images per training batch')
     group.add_argument('-vb', '--validation-batch-size', type=int, metavar='N', help='the same if not given')
     group.add_argument('--eval-metric', type=str, default='top1', choices=('top1', 'top5', 'loss'), help='best by what')
     group.add_argument('--val-interval', type=int, default=1, metavar='N', help='epochs between validations')
@@ -262,7 +290,7 @@ def check_train_options(args: argparse.Namespace) -> None:
         UsageError: The option, its value and what would be right.
     """
     _check_minimum(args, 1, 'batch_size', 'validation_batch_size', 'epochs', 'val_interval', 'log_interval',
-                   'checkpoint_hist', 'lr_base_size', 'recount', 'lr_cycle_limit', *_SIZES)
+                   'checkpoint_hist', 'lr_base_size', 'recount', 'lr_cycle_limit', 'grad_accum_steps', *_SIZES)
     _check_minimum(args, 0, 'workers', 'warmup_epochs', 'cooldown_epochs', 'start_epoch', 'mixup_off_epoch', 'lr',
                    'lr_base', 'weight_decay', 'mixup', 'cutmix', 'clip_grad', 'aug_splits')
     _check_probability(args, 'hflip', 'vflip', 'reprob', 'mixup_prob', 'mixup_switch_prob', 'color_jitter_prob',
@@ -270,6 +298,9 @@ def check_train_options(args: argparse.Namespace) -> None:
                        'drop_block', 'model_ema_decay')
     _check_pair(args, 'scale', 'ratio', 'cutmix_minmax')
     _check_input(args)
+    _check_numerics(args)
+    if args.model_dtype == 'float16' and args.model_ema:
+        raise UsageError('--model-dtype float16 is too coarse for --model-ema: use bfloat16, or --amp in its place')
     optimizer = args.opt.lower().removeprefix('lookahead_')
     if optimizer not in list_optimizers():
         raise unknown_name('optimizer', args.opt, list_optimizers())
@@ -295,6 +326,7 @@ def check_validate_options(args: argparse.Namespace) -> None:
     _check_minimum(args, 1, 'batch_size', 'log_freq', *_SIZES)
     _check_minimum(args, 0, 'workers')
     _check_input(args)
+    _check_numerics(args)
 
 
 _SIZES = ('img_size', 'in_chans', 'num_classes')
@@ -331,6 +363,12 @@ def _check_input(args: argparse.Namespace) -> None:
             raise UsageError(f'{_flag(name)} {value}: must be one value, or one for each of {channels} channels')
     if args.crop_pct is not None and args.crop_pct <= 0:
         raise UsageError(f'--crop-pct {args.crop_pct}: must be positive')
+
+
+def _check_numerics(args: argparse.Namespace) -> None:
+    if args.amp and args.model_dtype not in (None, 'float32'):
+        raise UsageError(f'--amp keeps the weights in float32: leave out --model-dtype {args.model_dtype}, or --amp')
+    check_compilation(args)
 
 
 def _flag(name: str) -> str:

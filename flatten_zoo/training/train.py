@@ -22,9 +22,10 @@ from .data import evaluation_loader, input_config, mixup_arguments, open_splits,
 from .engine import Trainer, evaluate
 from .interrupts import interrupts_between_batches, raise_if_interrupted
 from .logs import log, setup_logging
-from .models import build_training_model, resolve_device
+from .models import build_training_model, import_device_modules, resolve_device
+from .numerics import Numerics
 from .options import check_train_options, train_parser
-from .recipe import build_optimizer, build_scheduler, build_task
+from .recipe import build_optimizer, build_scheduler, build_task, updates_per_epoch
 from .report import draw_curves, figures_text, next_command
 
 __all__ = ['main']
@@ -113,7 +114,7 @@ class Run:
 
     def _evaluate(self, model: nn.Module, label: str) -> OrderedDict[str, float]:
         evaluator = self.trainer.task.create_evaluator()
-        return evaluate(model, self.loader_eval, self.trainer.device, evaluator, label, self.args.log_interval)
+        return evaluate(model, self.loader_eval, self.trainer.numerics, evaluator, label, self.args.log_interval)
 
     def _record(
             self,
@@ -148,7 +149,8 @@ class Run:
 
 def prepare(args: argparse.Namespace) -> Run:
     """Build everything a run needs; the output folder comes last, so that bad input leaves none behind."""
-    device = resolve_device(args.device)
+    import_device_modules(args.device_modules)
+    numerics = Numerics.from_options(args, resolve_device(args.device))
     random_seed(args.seed)
     args.data_dir, args.data = args.data or args.data_dir, None
     model = build_training_model(args)
@@ -157,26 +159,27 @@ def prepare(args: argparse.Namespace) -> Run:
     args.num_classes = model.num_classes
     config = input_config(args, model)
     train_set, eval_set = open_splits(args, channels=config['input_size'][0])
-    loader = training_loader(args, train_set, config, device)
+    loader = training_loader(args, train_set, config, numerics)
     eval_batch = args.validation_batch_size or args.batch_size
-    loader_eval = evaluation_loader(args, eval_set, config, device, eval_batch) if eval_set is not None else None
+    loader_eval = evaluation_loader(args, eval_set, config, numerics, eval_batch) if eval_set is not None else None
 
-    task = build_task(args, model.to(device), device)
+    task = build_task(args, numerics.place(model), numerics.device)
     optimizer = build_optimizer(args, model)
-    scheduler, epochs = build_scheduler(args, optimizer, updates_per_epoch=len(loader))
+    updates = updates_per_epoch(args, len(loader))
+    scheduler, epochs = build_scheduler(args, optimizer, updates)
     mixup = mixup_arguments(args)
     folder = output_folder(args, size=config['input_size'][-1])
     trainer = Trainer(
-        args, device, task, optimizer, scheduler, loader,
+        args, numerics, task, optimizer, scheduler, loader,
         mixup=Mixup(**mixup) if mixup and args.no_prefetcher else None, folder=folder)
-    trainer.updates = (args.start_epoch or 0) * len(loader)
+    trainer.updates = (args.start_epoch or 0) * updates
     saver = Checkpoints(
         model, optimizer, args=args, task=task, checkpoint_dir=str(folder), recovery_dir=str(folder),
         decreasing=args.eval_metric == 'loss', max_history=args.checkpoint_hist)
     write_options_file(folder / 'args.yaml', args)
     log.info(
         '%s with %.2f M parameters on %s: %s images, %d classes, %s for training and %s for validation', args.model,
-        sum(p.numel() for p in model.parameters()) / 1e6, device, ' × '.join(map(str, config['input_size'])),
+        sum(p.numel() for p in model.parameters()) / 1e6, numerics.device, ' × '.join(map(str, config['input_size'])),
         args.num_classes, size_text(train_set), size_text(eval_set))
     return Run(args, folder, trainer, loader_eval, saver, epochs)
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from timm.layers import apply_test_time_pool
 from timm.task.evaluator import ClassificationEvaluator
 from timm.utils import random_seed, reparameterize_model
@@ -22,6 +23,7 @@ from .engine import evaluate
 from .interrupts import interrupts_between_batches
 from .logs import log, setup_logging
 from .models import build_model, resolve_device
+from .numerics import Numerics
 from .options import check_validate_options, train_parser, validate_parser
 from .report import figures_text
 
@@ -92,6 +94,8 @@ def run_options(folder: Path, parser: OptionParser) -> dict[str, Any]:
         'num_samples': run['val_num_samples'],
         'batch_size': run['validation_batch_size'] or run['batch_size'],
         'use_train_size': True,
+        'torchcompile': None,
+        'torchcompile_mode': None,
         'use_ema': run['model_ema'] and not run['model_ema_force_cpu'],
     }
 
@@ -102,7 +106,7 @@ def validate(args: argparse.Namespace) -> dict[str, Any]:
     Returns:
         What was evaluated and how, loss, accuracies and errors in percent, and images per second.
     """
-    device = resolve_device(args.device)
+    numerics = Numerics.from_options(args, resolve_device(args.device))
     random_seed(args.seed)
     model = build_model(args, pretrained=args.pretrained or not args.checkpoint)
     if args.checkpoint:
@@ -117,10 +121,14 @@ def validate(args: argparse.Namespace) -> dict[str, Any]:
     dataset = open_dataset(
         args, args.split, config['input_size'][0], args.batch_size, args.num_samples, alone_is_fine=True)
     check_classes(dataset, num_classes, args.model)
-    loader = evaluation_loader(args, dataset, config, device, args.batch_size, args.crop_border_pixels)
-    evaluator = ClassificationEvaluator(device=device)
+    loader = evaluation_loader(
+        args, dataset, config, numerics, args.batch_size, args.crop_border_pixels, args.tf_preprocessing)
+    evaluator = ClassificationEvaluator(device=numerics.device)
+    model = numerics.place(model)
+    if args.torchcompile:
+        model = torch.compile(model, backend=args.torchcompile, mode=args.torchcompile_mode)
     started = time.monotonic()
-    figures = evaluate(model.to(device), loader, device, evaluator, args.model, args.log_freq)
+    figures = evaluate(model, loader, numerics, evaluator, args.model, args.log_freq)
     elapsed = time.monotonic() - started
     return {
         'model': args.model,
