@@ -97,6 +97,11 @@ def _model_options(parser: OptionParser) -> None:
     group.add_argument('--pretrained-path', type=str, metavar='FILE', help='a local file in place of the released one')
     group.add_argument(
         '--initial-checkpoint', default='', type=str, metavar='FILE', help='load this checkpoint into the new model')
+    group.add_argument(
+        '--resume', default='', type=str, metavar='FILE',
+        help="continue a run from this checkpoint; 'auto': from the experiment's own last one, if there is one yet")
+    group.add_argument(
+        '--no-resume-opt', action='store_true', help="do not continue with the checkpoint's optimizer state")
     _head_options(group)
     group.add_argument('--head-init-scale', type=float, metavar='X', help='factor on the initial classifier weights')
     group.add_argument('--head-init-bias', type=float, metavar='X', help='initial classifier bias')
@@ -278,6 +283,8 @@ def _output_options(parser: OptionParser) -> None:
     group.add_argument('--val-interval', type=int, default=1, metavar='N', help='epochs between validations')
     group.add_argument('--log-interval', type=int, default=50, metavar='N', help='batches between log lines')
     group.add_argument('--checkpoint-hist', type=int, default=10, metavar='N', help='checkpoints to keep')
+    group.add_argument(
+        '--recovery-interval', type=int, default=0, metavar='N', help='updates between recovery checkpoints, 0: none')
     group.add_argument('--save-images', action='store_true', help='save training batches at every log interval')
     group.add_argument('--output', default='', type=str, metavar='DIR', help='parent of the output, output/train')
     group.add_argument('--experiment', default='', type=str, metavar='NAME', help='folder in it; date, model and size')
@@ -292,7 +299,7 @@ def check_train_options(args: argparse.Namespace) -> None:
     _check_minimum(args, 1, 'batch_size', 'validation_batch_size', 'epochs', 'val_interval', 'log_interval',
                    'checkpoint_hist', 'lr_base_size', 'recount', 'lr_cycle_limit', 'grad_accum_steps', *_SIZES)
     _check_minimum(args, 0, 'workers', 'warmup_epochs', 'cooldown_epochs', 'start_epoch', 'mixup_off_epoch', 'lr',
-                   'lr_base', 'weight_decay', 'mixup', 'cutmix', 'clip_grad', 'aug_splits')
+                   'lr_base', 'weight_decay', 'mixup', 'cutmix', 'clip_grad', 'aug_splits', 'recovery_interval')
     _check_probability(args, 'hflip', 'vflip', 'reprob', 'mixup_prob', 'mixup_switch_prob', 'color_jitter_prob',
                        'grayscale_prob', 'gaussian_blur_prob', 'smoothing', 'drop', 'drop_connect', 'drop_path',
                        'drop_block', 'model_ema_decay')

@@ -64,6 +64,7 @@ def build_scheduler(
         args: argparse.Namespace,
         optimizer: torch.optim.Optimizer,
         updates: int,
+        start: int,
 ) -> tuple[Scheduler | None, int]:
     """timm's schedule of that name, set to the first epoch, and the number of epochs with everything included.
 
@@ -71,15 +72,16 @@ def build_scheduler(
         args: Options of `train.py`.
         optimizer: What to schedule.
         updates: Updates per epoch.
+        start: First epoch.
     """
     try:
         scheduler, epochs = create_scheduler_v2(
             optimizer, **scheduler_kwargs(args), updates_per_epoch=updates)
     except (AssertionError, ValueError) as e:
         raise UsageError(f"cannot build the schedule '{args.sched}': {e}") from e
-    if (args.start_epoch or 0) >= epochs:
+    if args.start_epoch is not None and start >= epochs:
         raise UsageError(f'--start-epoch {args.start_epoch}: the schedule ends after {epochs} epochs')
-    if scheduler is not None and args.start_epoch:
-        scheduler.step_update(args.start_epoch * updates)
-        scheduler.step(args.start_epoch)
+    if scheduler is not None and start:
+        scheduler.step_update(start * updates)
+        scheduler.step(start)
     return scheduler, epochs

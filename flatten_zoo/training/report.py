@@ -10,9 +10,20 @@ from matplotlib.figure import Figure
 
 from flatten_zoo.weights.checkpoint import write_beside
 
-__all__ = ['draw_curves', 'figures_text', 'next_command']
+__all__ = ['draw_curves', 'figures_text', 'next_command', 'trim_summary']
 
 matplotlib.use('Agg')
+
+
+def trim_summary(summary: Path, epochs: int) -> None:
+    """Keep the whole rows of the first epochs of a `summary.csv`, as the others will be written again."""
+    if not summary.is_file():
+        return
+    with summary.open(newline='') as file:
+        header, *rows = list(csv.reader(file)) or [[]]
+    kept = [row for row in rows if len(row) == len(header) and row[0].isdigit() and int(row[0]) < epochs]
+    with write_beside(summary) as temporary, temporary.open('w', newline='') as file:
+        csv.writer(file).writerows([header, *kept] if kept else [])
 
 
 def draw_curves(summary: Path, picture: Path) -> None:

@@ -20,7 +20,7 @@ from .checkpoints import load_weights, run_checkpoint
 from .config import OptionParser, read_options_file
 from .data import check_classes, evaluation_loader, input_config, open_dataset
 from .engine import evaluate
-from .interrupts import interrupts_between_batches
+from .interrupts import exit_status, interrupts_between_batches
 from .logs import log, setup_logging
 from .models import build_model, resolve_device
 from .numerics import Numerics
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Command line without the program's name; `sys.argv` if None.
 
     Returns:
-        Exit status: 0, or 130 after Ctrl-C.
+        Exit status: 0, or 130 after Ctrl-C, or 143 after SIGTERM.
 
     Raises:
         UsageError: What was asked for cannot be done.
@@ -47,9 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse(argv)
         with interrupts_between_batches():
             results = validate(args)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as e:
         log.info('interrupted')
-        return 130
+        return exit_status(e)
     log.info('%s: %s  %.1f images/s', results['model'], figures_text({k: results[k] for k in FIGURES}),
              results['throughput'])
     if args.results_file:
