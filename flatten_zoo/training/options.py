@@ -8,14 +8,38 @@ from flatten_zoo.errors import UsageError, unknown_name
 from .config import KeyValues, OptionParser
 from .numerics import check_compilation
 
-__all__ = ['check_train_options', 'check_validate_options', 'train_parser', 'validate_parser']
+__all__ = ['REFUSED', 'check_train_options', 'check_validate_options', 'train_parser', 'validate_parser']
+
+_NAFLEX = 'left out: no model of the zoo is a NaFlex model'
+_DISTILLATION = "left out: distillation is timm's own train.py's; `flatten-zoo run` trains with it"
+_TORCHSCRIPT = 'left out with TorchScript, which torch gives up: use --torchcompile'
+_DISTRIBUTED = 'not there yet: training runs in one process'
+
+REFUSED = {
+    **dict.fromkeys((
+        'naflex_loader', 'naflex_train_seq_lens', 'naflex_max_seq_len', 'naflex_patch_sizes',
+        'naflex_patch_size_probs', 'naflex_loss_scale', 'naflex_patchify_channels_first'), _NAFLEX),
+    **dict.fromkeys((
+        'kd_model_name', 'kd_distill_type', 'kd_loss_type', 'distill_loss_weight', 'task_loss_weight',
+        'kd_temperature', 'kd_student_feature_dim', 'kd_teacher_feature_dim', 'kd_token_distill_type'), _DISTILLATION),
+    **dict.fromkeys(('torchscript', 'fuser', 'aot_autograd'), _TORCHSCRIPT),
+    **dict.fromkeys((
+        'sync_bn', 'dist_bn', 'local_rank', 'no_ddp_bb', 'synchronize_step', 'aug_repeats', 'num_gpu'), _DISTRIBUTED),
+    **dict.fromkeys((
+        'train_img_sizes', 'train_batch_sizes', 'train_size_probs', 'train_size_schedule',
+        'train_size_schedule_spread', 'train_size_random_mix', 'train_batches_per_epoch',
+        'variable_batch_loss_scale'), 'not there yet: training has one image size'),
+    **dict.fromkeys((
+        'tta', 'use_multi_epochs_loader', 'log_wandb', 'wandb_project', 'wandb_tags', 'wandb_resume_id',
+        'real_labels', 'valid_labels', 'retry', 'metrics_avg'), 'not there yet'),
+}
 
 INTERPOLATIONS = ('bilinear', 'bicubic', 'nearest', 'lanczos', 'box', 'hamming')
 
 
 def train_parser() -> OptionParser:
     """Parser of `train.py`."""
-    parser = OptionParser(prog='train.py', description='Train an image classifier.')
+    parser = OptionParser(REFUSED, prog='train.py', description='Train an image classifier.')
     _dataset_options(parser, train=True)
     _model_options(parser)
     _input_options(parser)
@@ -34,7 +58,7 @@ def train_parser() -> OptionParser:
 def validate_parser() -> OptionParser:
     """Parser of `validate.py`."""
     parser = OptionParser(
-        prog='validate.py',
+        REFUSED, prog='validate.py',
         description='Measure the accuracy of an image classifier: a model by its name with --pretrained or '
                     '--checkpoint FILE, or a run of train.py with --checkpoint FOLDER, whose args.yaml then says '
                     'which model, data and image size.')
