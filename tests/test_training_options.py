@@ -155,6 +155,13 @@ def test_mistakes_on_the_command_line_are_named(argv, message):
     ('--aug-splits 2 --mixup 0.1', '--aug-splits does not go with --mixup'),
     ('--jsd-loss', '--jsd-loss needs --aug-splits'),
     ('--mixup 0.1 --batch-size 3', '--batch-size 3'),
+    ('--train-batches-per-epoch 3', '--train-batches-per-epoch needs --train-img-sizes'),
+    ('--train-img-sizes 32 64 --train-size-probs 1', 'must be one value for each of 2 --train-img-sizes'),
+    ('--train-img-sizes 0 32', '--train-img-sizes and --train-batch-sizes must be positive'),
+    ('--train-img-sizes 32 64 --train-size-probs 0 0', 'one of them must be positive'),
+    ('--train-img-sizes 32 --train-size-schedule progressive', 'needs two or more'),
+    ('--train-img-sizes 32 --aug-splits 2', 'does not go with --aug-splits'),
+    ('--train-img-sizes 32 64 --train-batch-sizes 3 2 --mixup 0.1', 'must be even'),
 ])
 def test_impossible_values_are_refused(argv, message):
     with pytest.raises(UsageError) as e:

@@ -236,7 +236,33 @@ def training_loader(
         interpolation=interpolation, mean=config['mean'], std=config['std'], num_workers=args.workers,
         collate_fn=FastCollateMixup(**mixup) if mixup and prefetch else None, pin_memory=args.pin_mem,
         device=numerics.device, img_dtype=numerics.dtype, use_prefetcher=prefetch, persistent_workers=False,
-        worker_seeding=args.worker_seeding)
+        worker_seeding=args.worker_seeding, use_multi_epochs_loader=args.use_multi_epochs_loader,
+        **scheduled_sizes(args, dataset))
+
+
+def scheduled_sizes(args: argparse.Namespace, dataset: Dataset) -> dict[str, Any]:
+    """Arguments of timm's loader for `--train-img-sizes`.
+
+    Raises:
+        UsageError: The data is a stream, or too small for any of the batches.
+    """
+    if not args.train_img_sizes:
+        return {}
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        raise UsageError('--train-img-sizes needs data with a length, not a stream')
+    if max(args.train_batch_sizes or [0]) > len(dataset):
+        raise UsageError(f'--train-batch-sizes {args.train_batch_sizes}: there are {len(dataset)} training images')
+    return {
+        'input_size_choices': args.train_img_sizes,
+        'batch_size_choices': args.train_batch_sizes,
+        'batch_choice_weights': args.train_size_probs,
+        'batch_choice_seed': args.seed,
+        'batch_choice_schedule': args.train_size_schedule,
+        'batch_schedule_epochs': args.epochs,
+        'batch_schedule_spread': args.train_size_schedule_spread,
+        'batch_schedule_random_mix': args.train_size_random_mix,
+        'num_batches': args.train_batches_per_epoch,
+    }
 
 
 def evaluation_loader(

@@ -172,6 +172,8 @@ class Trainer:
         self.optimizer.zero_grad()
         if hasattr(self.loader.dataset, 'set_epoch'):
             self.loader.dataset.set_epoch(epoch)
+        if hasattr(self.loader.batch_sampler, 'set_epoch'):
+            self.loader.batch_sampler.set_epoch(epoch)
         if self.args.mixup_off_epoch and epoch >= self.args.mixup_off_epoch:
             if self.mixup is not None:
                 self.mixup.mixup_enabled = False

@@ -6,7 +6,7 @@ from typing import Any
 import timm
 import torch
 from timm.layers import convert_splitbn_model, set_fast_norm
-from timm.models import create_model, parse_model_name, resolve_model_input_args
+from timm.models import create_model, get_pretrained_cfg, parse_model_name, resolve_model_input_args
 from torch import nn
 
 from flatten_zoo.errors import UsageError, first_line, unknown_name
@@ -76,6 +76,13 @@ def build_model(args: argparse.Namespace, pretrained: bool, **kwargs: Any) -> nn
         raise UsageError(f"cannot build the model '{args.model}': {first_line(e)}") from e
 
 
+def _has_fixed_size(args: argparse.Namespace) -> bool:
+    source, name = parse_model_name(args.model)
+    cfg = get_pretrained_cfg(name, allow_unregistered=True) if source is None else None
+    dynamic = args.model_kwargs.get('dynamic_img_size') or args.model_kwargs.get('strict_img_size') is False
+    return bool(cfg and cfg.fixed_input_size and not dynamic)
+
+
 def check_model_name(name: str) -> None:
     """Refuse the name of a model that does not exist, with near ones that do."""
     try:
@@ -88,6 +95,10 @@ def check_model_name(name: str) -> None:
 
 def build_training_model(args: argparse.Namespace) -> nn.Module:
     """A model to train: with its drop rates, start weights and classifier initialisation."""
+    if args.train_img_sizes and _has_fixed_size(args):
+        raise UsageError(
+            f"--train-img-sizes: '{args.model}' takes images of one size; "
+            f'--model-kwargs dynamic_img_size=True lets it take others, where it knows that argument')
     overlay = {'file': args.pretrained_path, 'num_classes': -1} if args.pretrained_path else None
     model = build_model(
         args,

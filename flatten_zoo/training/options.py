@@ -26,11 +26,7 @@ REFUSED = {
     **dict.fromkeys((
         'sync_bn', 'dist_bn', 'local_rank', 'no_ddp_bb', 'synchronize_step', 'aug_repeats', 'num_gpu'), _DISTRIBUTED),
     **dict.fromkeys((
-        'train_img_sizes', 'train_batch_sizes', 'train_size_probs', 'train_size_schedule',
-        'train_size_schedule_spread', 'train_size_random_mix', 'train_batches_per_epoch',
-        'variable_batch_loss_scale'), 'not there yet: training has one image size'),
-    **dict.fromkeys((
-        'tta', 'use_multi_epochs_loader', 'log_wandb', 'wandb_project', 'wandb_tags', 'wandb_resume_id',
+        'tta', 'variable_batch_loss_scale', 'log_wandb', 'wandb_project', 'wandb_tags', 'wandb_resume_id',
         'real_labels', 'valid_labels', 'retry', 'metrics_avg'), 'not there yet'),
 }
 
@@ -48,6 +44,7 @@ def train_parser() -> OptionParser:
     _optimizer_options(parser)
     _schedule_options(parser)
     _augmentation_options(parser)
+    _size_options(parser)
     _mixing_options(parser)
     _regularisation_options(parser)
     _ema_options(parser)
@@ -262,6 +259,24 @@ def _augmentation_options(parser: OptionParser) -> None:
         '--worker-seeding', type=str, default='all', choices=('all', 'part'), help='random generators to seed')
 
 
+def _size_options(parser: OptionParser) -> None:
+    group = parser.add_argument_group('several image sizes')
+    group.add_argument(
+        '--train-img-sizes', type=int, nargs='+', metavar='N', help='sides of square images, one drawn for each batch')
+    group.add_argument('--train-batch-sizes', type=int, nargs='+', metavar='N', help='images per batch at each of them')
+    group.add_argument('--train-size-probs', type=float, nargs='+', metavar='P', help='how often each is drawn')
+    group.add_argument(
+        '--train-size-schedule', type=str, default='constant', choices=('constant', 'progressive'),
+        help='progressive moves from the first size to the last over the epochs')
+    group.add_argument(
+        '--train-size-schedule-spread', type=float, default=0.65, metavar='X',
+        help='width of the progressive choice, in sizes')
+    group.add_argument(
+        '--train-size-random-mix', type=float, default=0.1, metavar='P', help='part of it that is drawn from all sizes')
+    group.add_argument(
+        '--train-batches-per-epoch', '--train-steps-per-epoch', type=int, metavar='N', help='batches per epoch')
+
+
 def _mixing_options(parser: OptionParser) -> None:
     group = parser.add_argument_group('loss and mixing')
     group.add_argument('--smoothing', type=float, default=0.1, metavar='X', help='label smoothing')
@@ -309,6 +324,9 @@ def _output_options(parser: OptionParser) -> None:
     group.add_argument('--checkpoint-hist', type=int, default=10, metavar='N', help='checkpoints to keep')
     group.add_argument(
         '--recovery-interval', type=int, default=0, metavar='N', help='updates between recovery checkpoints, 0: none')
+    group.add_argument(
+        '--use-multi-epochs-loader', action='store_true',
+        help="keep the loader's processes from epoch to epoch; a resumed run then has other random numbers")
     group.add_argument('--save-images', action='store_true', help='save training batches at every log interval')
     group.add_argument('--output', default='', type=str, metavar='DIR', help='parent of the output, output/train')
     group.add_argument('--experiment', default='', type=str, metavar='NAME', help='folder in it; date, model and size')
@@ -330,6 +348,7 @@ def check_train_options(args: argparse.Namespace) -> None:
     _check_pair(args, 'scale', 'ratio', 'cutmix_minmax')
     _check_input(args)
     _check_numerics(args)
+    _check_sizes(args)
     if args.model_dtype == 'float16' and args.model_ema:
         raise UsageError('--model-dtype float16 is too coarse for --model-ema: use bfloat16, or --amp in its place')
     optimizer = args.opt.lower().removeprefix('lookahead_')
@@ -394,6 +413,34 @@ def _check_input(args: argparse.Namespace) -> None:
             raise UsageError(f'{_flag(name)} {value}: must be one value, or one for each of {channels} channels')
     if args.crop_pct is not None and args.crop_pct <= 0:
         raise UsageError(f'--crop-pct {args.crop_pct}: must be positive')
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
+    sizes = args.train_img_sizes
+    dependent = ('train_batch_sizes', 'train_size_probs', 'train_batches_per_epoch')
+    for name in dependent if not sizes else ():
+        if getattr(args, name) is not None:
+            raise UsageError(f'{_flag(name)} needs --train-img-sizes')
+    if not sizes:
+        return
+    for name in dependent[:2]:
+        value = getattr(args, name)
+        if value is not None and len(value) != len(sizes):
+            raise UsageError(f'{_flag(name)} {value}: must be one value for each of {len(sizes)} --train-img-sizes')
+    if min(sizes + (args.train_batch_sizes or [])) < 1 or min(args.train_size_probs or [0]) < 0:
+        raise UsageError('--train-img-sizes and --train-batch-sizes must be positive, --train-size-probs not negative')
+    if args.train_size_probs and not sum(args.train_size_probs):
+        raise UsageError('--train-size-probs: one of them must be positive')
+    if args.train_size_schedule == 'progressive' and len(sizes) < 2:
+        raise UsageError('--train-size-schedule progressive needs two or more --train-img-sizes')
+    if args.aug_splits or args.use_multi_epochs_loader:
+        other = '--aug-splits' if args.aug_splits else '--use-multi-epochs-loader'
+        raise UsageError(f'--train-img-sizes does not go with {other}')
+    if (args.mixup > 0 or args.cutmix > 0 or args.cutmix_minmax) and any(n % 2 for n in args.train_batch_sizes or []):
+        raise UsageError('--train-batch-sizes: --mixup and --cutmix pair images, so they must be even')
+    _check_minimum(args, 1, 'train_batches_per_epoch')
+    _check_minimum(args, 0, 'train_size_schedule_spread')
+    _check_probability(args, 'train_size_random_mix')
 
 
 def _check_numerics(args: argparse.Namespace) -> None:
