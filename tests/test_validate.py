@@ -13,6 +13,9 @@ from timm.data import create_dataset, create_transform, resolve_data_config
 from timm.models import create_model
 
 from flatten_zoo.errors import report_usage_errors
+from flatten_zoo.models import RELEASES, Release
+from flatten_zoo.training import validate as validation
+from flatten_zoo.training.models import build_model
 from flatten_zoo.training.train import main as train
 from flatten_zoo.training.validate import main, parse
 
@@ -132,6 +135,65 @@ def test_folded_branches_change_nothing(capsys, images, tmp_path):
     torch.save(create_model('test_byobnet', num_classes=3).state_dict(), path)
     argv = [images, '--model', 'test_byobnet', '--num-classes', 3, '--img-size', 32, '-j', 0, '--checkpoint', path]
     assert results(capsys, *argv, '--reparam')['loss'] == pytest.approx(results(capsys, *argv)['loss'], abs=2e-4)
+
+
+# Several models
+
+@pytest.fixture
+def untrained(monkeypatch):
+    """Models with the weights that they are made with, in place of released ones."""
+    monkeypatch.setattr(validation, 'build_model', lambda args, pretrained: build_model(args, pretrained=False))
+
+
+def test_wildcards_and_files_stand_for_several_models(capsys, images, tmp_path, untrained):
+    names = tmp_path / 'names.txt'
+    names.write_text('test_resnet\n\ntest_byobnet\nno_such_model\n')
+    output = tmp_path / 'results.csv'
+    options = [images, '--num-classes', 3, '--img-size', 32, '-b', 8, '-j', 0, '--results-file', output]
+    argv = [str(word) for word in ('--model', names, *options)]
+    capsys.readouterr()
+    assert report_usage_errors(lambda: main(argv)) == 2
+    printed = capsys.readouterr()
+    assert '1 of 3 models could not be validated: no_such_model' in printed.err
+    rows = json.loads(printed.out.removeprefix('--result\n'))
+    assert {row['model'] for row in rows} == {'test_resnet', 'test_byobnet'}
+    assert rows[0]['top1'] >= rows[1]['top1']
+    with output.open(newline='') as file:
+        assert [row['model'] for row in csv.DictReader(file)] == [row['model'] for row in rows]
+    row = results(capsys, '--model', 'test_byob*', *options)
+    assert row['model'].startswith('test_byobnet.')
+
+
+def test_several_models_that_cannot_be(capsys, images, run, tmp_path):
+    assert "'nothing*': no model with released weights fits" in refused(capsys, images, '--model', 'nothing*')
+    assert 'but --checkpoint is of one' in refused(
+        capsys, images, '--model', 'flatten_*', '--checkpoint', run / 'last.pth.tar')
+    (tmp_path / 'empty.txt').write_text('\n')
+    assert 'the file names no model' in refused(capsys, images, '--model', tmp_path / 'empty.txt')
+
+
+def test_every_official_model_fits_a_wildcard():
+    names = validation.model_names(parse(['--model', 'flatten_*']))
+    assert {name.partition('.')[0] for name in names} == set(RELEASES)
+
+
+def test_official_accuracy_is_compared_with_on_imagenet_only(capsys, images, monkeypatch, untrained):
+    with torch.device('meta'):
+        model = create_model('flatten_pvt_v2_b0')
+        other = create_model('flatten_pvt_v2_b0', num_classes=10)
+    assert validation.expected_top1(model, 50_000) == 71.098
+    assert validation.expected_top1(model, 49_999) is None
+    assert validation.expected_top1(other, 50_000) is None
+    assert validation.expected_top1(create_model('test_resnet'), 50_000) is None
+    argv = [*MODEL, images]
+    assert 'expected_top1' not in results(capsys, *argv)
+    monkeypatch.setattr(validation, 'IMAGENET_IMAGES', 15)
+    monkeypatch.setattr(validation, 'IMAGENET_CLASSES', 3)
+    monkeypatch.setattr(validation, 'TAG', 'r160_in1k')
+    monkeypatch.setitem(RELEASES, 'test_resnet', Release('', 50.0))
+    figures = results(capsys, *argv)
+    assert figures['expected_top1'] == 50
+    assert figures['difference'] == pytest.approx(figures['top1'] - 50)
 
 
 def test_command_prints_results_only_on_standard_output(run):

@@ -61,7 +61,9 @@ def validate_parser() -> OptionParser:
                     'which model, data and image size.')
     _dataset_options(parser, train=False)
     group = parser.add_argument_group('model')
-    group.add_argument('--model', '-m', default='dpn92', metavar='NAME', help='model, by its timm name')
+    group.add_argument(
+        '--model', '-m', default='dpn92', metavar='NAME',
+        help="model, by its timm name; or a wildcard ('flatten_*'), 'all', or a file with a name on each line")
     group.add_argument('--pretrained', action='store_true', help='load the released weights')
     group.add_argument(
         '--checkpoint', default='', type=str, metavar='PATH',
