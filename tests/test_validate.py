@@ -196,6 +196,69 @@ def test_official_accuracy_is_compared_with_on_imagenet_only(capsys, images, mon
     assert figures['difference'] == pytest.approx(figures['top1'] - 50)
 
 
+# Other labels, and too little memory
+
+def test_some_of_the_classes(capsys, images, tmp_path):
+    """A model of five classes whose second, third and fifth are those of the data."""
+    model = create_model('test_resnet', num_classes=5)
+    torch.save(model.state_dict(), tmp_path / 'five.pth')
+    three = create_model('test_resnet', num_classes=3)
+    state = model.state_dict()
+    three.load_state_dict({**state, **{f'fc.{name}': state[f'fc.{name}'][[1, 2, 4]] for name in ('weight', 'bias')}})
+    torch.save(three.state_dict(), tmp_path / 'three.pth')
+    (tmp_path / 'labels.txt').write_text('1\n2\n4\n')
+    options = [images, *MODEL]
+    five = [*options, '--num-classes', 5, '--checkpoint', tmp_path / 'five.pth', '--valid-labels']
+    figures = results(capsys, *five, tmp_path / 'labels.txt')
+    expected = results(capsys, *options, '--checkpoint', tmp_path / 'three.pth')
+    assert (figures['loss'], figures['top1']) == (expected['loss'], expected['top1'])
+    for text in ('1\n2\n5\n', 'one\n', ''):
+        (tmp_path / 'wrong.txt').write_text(text)
+        assert "--valid-labels '" in refused(capsys, *five, tmp_path / 'wrong.txt')
+    assert 'No such file' in refused(capsys, *five, tmp_path / 'none.txt')
+
+
+def test_reassessed_labels(capsys, tmp_path):
+    """Every image's reassessed labels hold all classes, but those of two hold none (left out) and a wrong one."""
+    folder = write_images(tmp_path / 'data', classes=('blue',)) / 'validation'
+    for index in range(5):
+        (folder / 'blue' / f'{index}.png').rename(folder / 'blue' / f'ILSVRC2012_val_{index + 1:08d}.JPEG')
+    (tmp_path / 'classes.txt').write_text('blue\ngreen\nred\nwhite\nblack\ngrey\n')
+    model = create_model('test_resnet', num_classes=6)
+    model.fc.bias.data[5] = -1e3
+    torch.save(model.state_dict(), tmp_path / 'six.pth')
+    every = list(range(6))
+    (tmp_path / 'real.json').write_text(json.dumps([every, every, [], every, [5]]))
+    argv = [folder, *MODEL, '--num-classes', 6, '--class-map', tmp_path / 'classes.txt', '--checkpoint',
+            tmp_path / 'six.pth', '--real-labels', tmp_path / 'real.json']
+    figures = results(capsys, *argv)
+    assert (figures['top1'], figures['top5'], figures['images']) == (75, 75, 5)
+    (tmp_path / 'real.json').write_text(json.dumps([every]))
+    assert 'another number of images' in refused(capsys, *argv)
+    (tmp_path / 'real.json').write_text('[')
+    assert "real.json'" in refused(capsys, *argv)
+    (folder / 'blue' / 'ILSVRC2012_val_00000005.JPEG').rename(folder / 'blue' / 'other.JPEG')
+    (tmp_path / 'real.json').write_text(json.dumps([every] * 5))
+    assert "no labels for the image 'other.JPEG'" in refused(capsys, *argv)
+
+
+def test_smaller_batches_where_memory_does_not_suffice(capsys, images, run, monkeypatch):
+    original, sizes = validation.validate, []
+
+    def validate(args):
+        sizes.append(args.batch_size)
+        if args.batch_size > 3:
+            raise torch.OutOfMemoryError('CUDA out of memory')
+        return original(args)
+
+    monkeypatch.setattr(validation, 'validate', validate)
+    assert results(capsys, '--checkpoint', run, '-b', 8, '--retry')['images'] == 15
+    assert sizes[0] == 8
+    assert sizes[-1] <= 3
+    assert 'the memory does not suffice for --batch-size 8: give a smaller' in refused(
+        capsys, '--checkpoint', run, '-b', 8)
+
+
 def test_command_prints_results_only_on_standard_output(run):
     done = subprocess.run(
         [sys.executable, ROOT / 'validate.py', '--checkpoint', run], capture_output=True, text=True,

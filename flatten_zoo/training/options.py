@@ -27,7 +27,7 @@ REFUSED = {
         'sync_bn', 'dist_bn', 'local_rank', 'no_ddp_bb', 'synchronize_step', 'aug_repeats', 'num_gpu'), _DISTRIBUTED),
     **dict.fromkeys((
         'tta', 'variable_batch_loss_scale', 'log_wandb', 'wandb_project', 'wandb_tags', 'wandb_resume_id',
-        'real_labels', 'valid_labels', 'retry', 'metrics_avg'), 'not there yet'),
+        'metrics_avg'), 'not there yet'),
 }
 
 INTERPOLATIONS = ('bilinear', 'bicubic', 'nearest', 'lanczos', 'box', 'hamming')
@@ -78,8 +78,14 @@ def validate_parser() -> OptionParser:
     group.add_argument('--crop-mode', type=str, choices=('squash', 'border', 'center'), help='how to crop')
     group.add_argument('--crop-border-pixels', type=int, metavar='N', help='pixels to cut off every border')
     group.add_argument(
+        '--real-labels', default='', type=str, metavar='FILE', help='JSON file of the reassessed ImageNet labels')
+    group.add_argument(
+        '--valid-labels', default='', type=str, metavar='FILE',
+        help='file with the indices of the classes to choose among, for data with some of the classes')
+    group.add_argument(
         '--tf-preprocessing', action='store_true', help='decode and resize as TensorFlow does (needs tensorflow)')
     group.add_argument('-b', '--batch-size', type=int, default=256, metavar='N', help='images per batch')
+    group.add_argument('--retry', action='store_true', help='try smaller batches where memory does not suffice')
     _loader_options(parser)
     _numerics_options(parser, train=False)
     group = parser.add_argument_group('output')

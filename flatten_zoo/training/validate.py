@@ -11,8 +11,7 @@ from typing import Any
 import timm
 import torch
 from timm.layers import apply_test_time_pool
-from timm.task.evaluator import ClassificationEvaluator
-from timm.utils import random_seed, reparameterize_model
+from timm.utils import decay_batch_step, random_seed, reparameterize_model
 from torch import nn
 
 from flatten_zoo.errors import UsageError
@@ -24,6 +23,7 @@ from .checkpoints import load_weights, run_checkpoint
 from .config import OptionParser, read_options_file
 from .data import check_classes, evaluation_loader, input_config, open_dataset
 from .engine import evaluate
+from .imagenet import LabelledEvaluator, read_real_labels, read_valid_labels
 from .interrupts import exit_status, interrupts_between_batches
 from .logs import log, setup_logging
 from .models import build_model, resolve_device
@@ -99,7 +99,7 @@ def validate_all(args: argparse.Namespace, names: list[str]) -> tuple[list[dict[
     results, failed = [], []
     for name in names:
         try:
-            result = validate(argparse.Namespace(**{**vars(args), 'model': name}))
+            result = validate_with_retries(argparse.Namespace(**{**vars(args), 'model': name}))
         except UsageError as e:
             if len(names) == 1:
                 raise
@@ -113,6 +113,20 @@ def validate_all(args: argparse.Namespace, names: list[str]) -> tuple[list[dict[
         if args.results_file:
             write_results(Path(args.results_file), results, args.results_format, several=len(names) > 1)
     return results, failed
+
+
+def validate_with_retries(args: argparse.Namespace) -> dict[str, Any]:
+    """`validate`, where `--retry` is given with ever smaller batches until the device's memory suffices."""
+    while True:
+        try:
+            return validate(args)
+        except torch.OutOfMemoryError as e:
+            smaller = decay_batch_step(args.batch_size)
+            if not args.retry or not smaller:
+                hint = 'give a smaller --batch-size, or --retry' if smaller else 'the model is too large'
+                raise UsageError(f'the memory does not suffice for --batch-size {args.batch_size}: {hint}') from e
+        log.info('the memory does not suffice for batches of %d: trying %d', args.batch_size, smaller)
+        args.batch_size = smaller
 
 
 def expected_top1(model: nn.Module, images: int) -> float | None:
@@ -183,17 +197,21 @@ def validate(args: argparse.Namespace) -> dict[str, Any]:
         config['crop_pct'] = 1.0 if pooled else config['crop_pct']
     dataset = open_dataset(
         args, args.split, config['input_size'][0], args.batch_size, args.num_samples, alone_is_fine=True)
+    valid_labels = read_valid_labels(args, num_classes)
+    if valid_labels is not None:
+        num_classes = len(valid_labels)
     check_classes(dataset, num_classes, args.model)
     loader = evaluation_loader(
         args, dataset, config, numerics, args.batch_size, args.crop_border_pixels, args.tf_preprocessing)
-    evaluator = ClassificationEvaluator(device=numerics.device)
+    real_labels = read_real_labels(args, dataset, num_classes)
+    evaluator = LabelledEvaluator(numerics.device, valid_labels, real_labels)
     model = numerics.place(model)
     if args.torchcompile:
         model = torch.compile(model, backend=args.torchcompile, mode=args.torchcompile_mode)
     started = time.monotonic()
     figures = evaluate(model, loader, numerics, evaluator, args.model, args.log_freq)
     elapsed = time.monotonic() - started
-    expected = None if args.checkpoint else expected_top1(released, evaluator.num_samples)
+    expected = None if args.checkpoint or real_labels else expected_top1(released, evaluator.num_samples)
     comparison = {} if expected is None else {
         'expected_top1': expected, 'difference': round(figures['top1'] - expected, 4)}
     return {
