@@ -7,14 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from sklearn.metrics import precision_recall_fscore_support
 from timm.data import create_dataset, create_transform, resolve_data_config
 from timm.models import create_model
 
 from flatten_zoo.errors import report_usage_errors
 from flatten_zoo.models import RELEASES, Release
 from flatten_zoo.training import validate as validation
+from flatten_zoo.training.imagenet import averaged_metrics
 from flatten_zoo.training.models import build_model
 from flatten_zoo.training.train import main as train
 from flatten_zoo.training.validate import main, parse
@@ -240,6 +243,22 @@ def test_reassessed_labels(capsys, tmp_path):
     (folder / 'blue' / 'ILSVRC2012_val_00000005.JPEG').rename(folder / 'blue' / 'other.JPEG')
     (tmp_path / 'real.json').write_text(json.dumps([every] * 5))
     assert "no labels for the image 'other.JPEG'" in refused(capsys, *argv)
+
+
+@pytest.mark.parametrize('average', ['micro', 'macro', 'weighted'])
+def test_averaged_metrics_are_scikit_learns(average):
+    random = np.random.default_rng(0)
+    target = random.choice([0, 1, 2, 5], 60, p=[0.6, 0.2, 0.1, 0.1])  # 3 is only predicted, 4 does not occur
+    predicted = np.where(random.random(60) < 0.6, target, random.choice([0, 1, 3], 60))
+    ours = averaged_metrics(torch.tensor(predicted), torch.tensor(target), average)
+    theirs = precision_recall_fscore_support(target, predicted, average=average, zero_division=0)[:3]
+    np.testing.assert_allclose(list(ours.values()), 100 * np.array(theirs))
+
+
+def test_averaged_metrics_of_a_run(capsys, run):
+    figures = results(capsys, '--checkpoint', run, '--metrics-avg', 'micro')
+    assert figures['precision'] == figures['recall'] == figures['f1_score'] == figures['top1']
+    assert 'precision' not in results(capsys, '--checkpoint', run)
 
 
 def test_smaller_batches_where_memory_does_not_suffice(capsys, images, run, monkeypatch):

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from flatten_zoo.errors import UsageError, first_line
 
-__all__ = ['LabelledEvaluator', 'read_real_labels', 'read_valid_labels']
+__all__ = ['LabelledEvaluator', 'averaged_metrics', 'read_real_labels', 'read_valid_labels']
 
 
 class LabelledEvaluator(ClassificationEvaluator):
@@ -21,6 +21,8 @@ class LabelledEvaluator(ClassificationEvaluator):
         valid_labels: Classes to choose among; targets count within them. None for all.
         real_labels: timm's keeper of the reassessed labels, which then give the accuracies; the loss stays that of
             the given labels.
+        average: How to average precision, recall and F1 over the classes: 'micro', 'macro' or 'weighted' (by the
+            images of a class); None leaves them out.
     """
 
     def __init__(
@@ -28,23 +30,51 @@ class LabelledEvaluator(ClassificationEvaluator):
             device: torch.device,
             valid_labels: list[int] | None = None,
             real_labels: RealLabelsImagenet | None = None,
+            average: str | None = None,
     ):
         super().__init__(device)
         self.valid_labels = valid_labels
         self.real_labels = real_labels
+        self.average = average
+        self.pairs = []  # of prediction and target
 
     def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
         if self.valid_labels is not None:
             output = output[:, self.valid_labels]
         if self.real_labels is not None:
             self.real_labels.add_result(output)
+        if self.average is not None:
+            self.pairs.append(torch.stack([output.argmax(1), target]).cpu())
         super().update(output, target)
 
     def compute(self, distributed: bool = False) -> OrderedDict[str, float]:
         figures = super().compute(distributed)
         if self.real_labels is not None:
             figures |= {f'top{k}': accuracy for k, accuracy in self.real_labels.get_accuracy().items()}
+        if self.pairs:
+            figures |= averaged_metrics(*torch.cat(self.pairs, 1), self.average)
         return figures
+
+
+def averaged_metrics(predicted: torch.Tensor, target: torch.Tensor, average: str) -> dict[str, float]:
+    """Precision, recall and F1 in percent over the classes that occur among predictions or targets.
+
+    Args:
+        predicted: Class indices, N.
+        target: Class indices, N.
+        average: 'micro', 'macro' or 'weighted'.
+    """
+    size = int(max(predicted.max(), target.max())) + 1
+    hits, guesses, images = (
+        torch.bincount(classes, minlength=size).double()
+        for classes in (target[predicted == target], predicted, target))
+    occurs = guesses + images > 0
+    hits, guesses, images = hits[occurs], guesses[occurs], images[occurs]
+    if average == 'micro':
+        hits, guesses, images = (count.sum(0, keepdim=True) for count in (hits, guesses, images))
+    weight = images / images.sum() if average == 'weighted' else torch.full_like(hits, 1 / len(hits))
+    metrics = {'precision': hits / guesses, 'recall': hits / images, 'f1_score': 2 * hits / (guesses + images)}
+    return {name: 100 * (value.nan_to_num(0) * weight).sum().item() for name, value in metrics.items()}
 
 
 def read_valid_labels(args: argparse.Namespace, num_classes: int) -> list[int] | None:

@@ -26,8 +26,8 @@ REFUSED = {
     **dict.fromkeys((
         'sync_bn', 'dist_bn', 'local_rank', 'no_ddp_bb', 'synchronize_step', 'aug_repeats', 'num_gpu'), _DISTRIBUTED),
     **dict.fromkeys((
-        'tta', 'variable_batch_loss_scale', 'log_wandb', 'wandb_project', 'wandb_tags', 'wandb_resume_id',
-        'metrics_avg'), 'not there yet'),
+        'tta', 'variable_batch_loss_scale', 'log_wandb', 'wandb_project', 'wandb_tags', 'wandb_resume_id'),
+        'not there yet'),
 }
 
 INTERPOLATIONS = ('bilinear', 'bicubic', 'nearest', 'lanczos', 'box', 'hamming')
@@ -85,6 +85,9 @@ def validate_parser() -> OptionParser:
     group.add_argument(
         '--tf-preprocessing', action='store_true', help='decode and resize as TensorFlow does (needs tensorflow)')
     group.add_argument('-b', '--batch-size', type=int, default=256, metavar='N', help='images per batch')
+    group.add_argument(
+        '--metrics-avg', type=str, choices=('micro', 'macro', 'weighted'),
+        help='also precision, recall and F1, so averaged over the classes')
     group.add_argument('--retry', action='store_true', help='try smaller batches where memory does not suffice')
     _loader_options(parser)
     _numerics_options(parser, train=False)

@@ -204,7 +204,7 @@ def validate(args: argparse.Namespace) -> dict[str, Any]:
     loader = evaluation_loader(
         args, dataset, config, numerics, args.batch_size, args.crop_border_pixels, args.tf_preprocessing)
     real_labels = read_real_labels(args, dataset, num_classes)
-    evaluator = LabelledEvaluator(numerics.device, valid_labels, real_labels)
+    evaluator = LabelledEvaluator(numerics.device, valid_labels, real_labels, args.metrics_avg)
     model = numerics.place(model)
     if args.torchcompile:
         model = torch.compile(model, backend=args.torchcompile, mode=args.torchcompile_mode)
@@ -229,6 +229,7 @@ def validate(args: argparse.Namespace) -> dict[str, Any]:
         'crop_pct': config['crop_pct'],
         'crop_mode': config['crop_mode'],
         'interpolation': config['interpolation'],
+        **{name: round(figures[name], 4) for name in ('precision', 'recall', 'f1_score') if name in figures},
         **comparison,
     }
 
