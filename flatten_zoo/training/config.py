@@ -92,8 +92,8 @@ class _Mismatch(Exception):
 
 
 def _checked(action: argparse.Action, value: Any) -> Any:
-    if value is None and action.default is None:
-        return None
+    if value in (None, []) and value == action.default:
+        return value
     if action.nargs == 0:
         return _of_type(bool, value)
     if isinstance(action, KeyValues):

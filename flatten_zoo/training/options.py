@@ -25,9 +25,7 @@ REFUSED = {
     **dict.fromkeys(('torchscript', 'fuser', 'aot_autograd'), _TORCHSCRIPT),
     **dict.fromkeys((
         'sync_bn', 'dist_bn', 'local_rank', 'no_ddp_bb', 'synchronize_step', 'aug_repeats', 'num_gpu'), _DISTRIBUTED),
-    **dict.fromkeys((
-        'tta', 'variable_batch_loss_scale', 'log_wandb', 'wandb_project', 'wandb_tags', 'wandb_resume_id'),
-        'not there yet'),
+    **dict.fromkeys(('tta', 'variable_batch_loss_scale'), 'not there yet'),
 }
 
 INTERPOLATIONS = ('bilinear', 'bicubic', 'nearest', 'lanczos', 'box', 'hamming')
@@ -338,6 +336,10 @@ def _output_options(parser: OptionParser) -> None:
     group.add_argument(
         '--use-multi-epochs-loader', action='store_true',
         help="keep the loader's processes from epoch to epoch; a resumed run then has other random numbers")
+    group.add_argument('--log-wandb', action='store_true', help='log every epoch to Weights & Biases (needs wandb)')
+    group.add_argument('--wandb-project', type=str, metavar='NAME', help='project there')
+    group.add_argument('--wandb-tags', type=str, nargs='+', default=[], metavar='TAG', help='tags there')
+    group.add_argument('--wandb-resume-id', type=str, default='', metavar='ID', help='run there to continue')
     group.add_argument('--save-images', action='store_true', help='save training batches at every log interval')
     group.add_argument('--output', default='', type=str, metavar='DIR', help='parent of the output, output/train')
     group.add_argument('--experiment', default='', type=str, metavar='NAME', help='folder in it; date, model and size')

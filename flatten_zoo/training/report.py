@@ -1,4 +1,5 @@
 """What a run leaves for people: a table, a picture of the curves, and closing words."""
+import argparse
 import csv
 import shlex
 import sys
@@ -8,11 +9,30 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
+from flatten_zoo.errors import UsageError, first_line
 from flatten_zoo.weights.checkpoint import write_beside
 
-__all__ = ['draw_curves', 'figures_text', 'next_command', 'trim_summary']
+__all__ = ['draw_curves', 'figures_text', 'next_command', 'start_wandb', 'trim_summary']
 
 matplotlib.use('Agg')
+
+
+def start_wandb(args: argparse.Namespace, name: str) -> None:
+    """Begin a run on Weights & Biases, or continue the one that the options name.
+
+    Raises:
+        UsageError: The package is missing, or it cannot begin.
+    """
+    try:
+        import wandb
+    except ImportError as e:
+        raise UsageError('--log-wandb needs the package wandb: pip install wandb') from e
+    try:
+        wandb.init(
+            project=args.wandb_project, name=name, config=vars(args), tags=args.wandb_tags,
+            id=args.wandb_resume_id or None, resume='must' if args.wandb_resume_id else None)
+    except Exception as e:
+        raise UsageError(f'--log-wandb: {first_line(e)}') from e
 
 
 def trim_summary(summary: Path, epochs: int) -> None:
