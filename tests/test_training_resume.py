@@ -1,4 +1,5 @@
 """Runs that are interrupted and go on: nothing is lost, and the end is the same."""
+import argparse
 import csv
 import os
 import random
@@ -214,6 +215,19 @@ def test_another_experiment_starts_its_own_history(tmp_path, images):
         rows = list(csv.DictReader(file))
     assert [row['epoch'] for row in rows] == ['3']
     assert float(rows[0]['lr']) == pytest.approx(1e-3)
+
+
+def test_checkpoint_of_timms_own_script_is_continued(tmp_path, images):
+    """It has no random numbers, no counts of updates, and the options as a Namespace."""
+    assert train(tmp_path, images, '--epochs', 2, '--sched-on-updates') == 0
+    last = tmp_path / 'run' / 'last.pth.tar'
+    checkpoint = torch.load(last, weights_only=True)
+    plain = {key: value for key, value in checkpoint.items() if key not in ('run', 'saver')}
+    torch.save({**plain, 'args': argparse.Namespace(**checkpoint['args'])}, last)
+    assert train(tmp_path, images, '--epochs', 3, '--sched-on-updates', '--resume', 'auto') == 0
+    assert torch.load(last, weights_only=True)['run']['updates'] == 12
+    with (last.parent / 'summary.csv').open(newline='') as file:
+        assert [row['epoch'] for row in csv.DictReader(file)] == ['0', '1', '2']
 
 
 def test_new_optimizer_on_old_weights(tmp_path, images, capsys):

@@ -47,7 +47,7 @@ class Checkpoints(CheckpointSaver):
             checkpoint: The checkpoint that the run continues from.
             again: Save it again, as the end of that may have been cut off: last, numbered and best checkpoint.
         """
-        self.load_state_dict({**checkpoint['saver'], 'pending': (None, None)})
+        self.load_state_dict({**checkpoint.get('saver', {}), 'pending': (None, None)})
         if again:
             self.save_checkpoint(checkpoint['epoch'], checkpoint.get('metric'))
 
