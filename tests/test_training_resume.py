@@ -185,6 +185,29 @@ def test_terminated_command_can_be_continued(tmp_path, images):
     assert train(tmp_path, images, '--epochs', epoch + 2, '--resume', 'auto') == 0
 
 
+@pytest.mark.parametrize('error', [OSError(28, 'No space left on device'), RuntimeError('write failed\nfile 3')])
+def test_full_disk_is_said_and_loses_nothing(tmp_path, images, monkeypatch, capsys, error):
+    assert train(tmp_path, images, '--epochs', 1) == 0
+    folder = tmp_path / 'run'
+    before = {path.name: path.read_bytes() for path in folder.glob('*.pth.tar')}
+
+    def save(state, file):
+        if state['epoch'] == 1:
+            file.write(b'half')
+            raise error
+        return original(state, file)
+
+    original = torch.save
+    monkeypatch.setattr(checkpoints.torch, 'save', save)
+    capsys.readouterr()
+    assert report_usage_errors(lambda: train(tmp_path, images, '--epochs', 3, '--resume', 'auto')) == 2
+    reason = getattr(error, 'strerror', None) or 'write failed'
+    assert f"error: cannot write a checkpoint in '{folder}': {reason}; the earlier" in capsys.readouterr().err
+    after = {path.name for path in folder.glob('*.pth.tar')}
+    assert after == set(before)
+    assert torch.load(folder / 'last.pth.tar', weights_only=True)['epoch'] == 0
+
+
 def test_recovery_checkpoints_come_and_go(tmp_path, images, monkeypatch):
     seen = []
     original = training.Run._validate

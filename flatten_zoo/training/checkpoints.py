@@ -10,7 +10,7 @@ import torch
 from timm.utils import CheckpointSaver
 from torch import nn
 
-from flatten_zoo.errors import UsageError
+from flatten_zoo.errors import UsageError, first_line
 from flatten_zoo.weights import read_checkpoint, select_state_dict
 
 __all__ = ['Checkpoints', 'last_checkpoint', 'load_weights', 'run_checkpoint']
@@ -69,8 +69,13 @@ class Checkpoints(CheckpointSaver):
             with open(save_path, 'wb') as file:
                 torch.save(state, file)
                 os.fsync(file.fileno())
-        except BaseException:
+        except BaseException as e:
             Path(save_path).unlink(missing_ok=True)
+            if isinstance(e, OSError | RuntimeError):  # what torch raises on a full disk
+                reason = getattr(e, 'strerror', None) or first_line(e)
+                raise UsageError(
+                    f"cannot write a checkpoint in '{self.checkpoint_dir}': {reason}; the earlier ones are whole, "
+                    f'--resume auto continues from there') from e
             raise
 
     def _replace(self, src: str, dst: str) -> None:
