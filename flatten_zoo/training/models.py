@@ -2,13 +2,13 @@
 import argparse
 from typing import Any
 
-import timm
 import torch
 from timm.layers import convert_splitbn_model, set_fast_norm
-from timm.models import create_model, parse_model_name, resolve_model_input_args
+from timm.models import create_model, resolve_model_input_args
 from torch import nn
 
-from flatten_zoo.errors import UsageError, first_line, unknown_name
+from flatten_zoo.errors import UsageError, first_line
+from flatten_zoo.models.build import check_model_name
 
 from .logs import log
 
@@ -60,16 +60,6 @@ def build_model(args: argparse.Namespace, pretrained: bool, **kwargs: Any) -> nn
         return create_model(pretrained=pretrained, **arguments)
     except Exception as e:
         raise UsageError(f"cannot build the model '{args.model}': {first_line(e)}") from e
-
-
-def check_model_name(name: str) -> None:
-    """Refuse the name of a model that does not exist, with near ones that do."""
-    try:
-        source, model = parse_model_name(name)
-    except ValueError as e:
-        raise UsageError(f'--model: {e}') from e
-    if source is None and not timm.is_model(model):
-        raise unknown_name('model', model.partition('.')[0], timm.list_models())
 
 
 def build_training_model(args: argparse.Namespace) -> nn.Module:
