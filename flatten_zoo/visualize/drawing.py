@@ -191,7 +191,7 @@ def _figure(
         facts += [maps.layer, head, f'{_size(grid)} positions']
     facts.append(f'image {_size(picture.shape)}')
     figure = Figure(figsize=(width, sum(heights) + 0.6), layout='constrained')
-    figure.suptitle(f'{title}\n{" · ".join(facts)}', fontsize=10)
+    figure.suptitle(f'{title}\n{fill(" · ".join(facts), 110)}', fontsize=10)
     parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)
     return figure, list(parts[:, 0])
 

@@ -148,6 +148,8 @@ def load_picture(
     """
     try:
         with Image.open(path) as file:
+            if file.mode.startswith(('I', 'F')):  # their values would be cut off at 255
+                raise ValueError('it has more than 8 bits per channel; save it with 8')
             picture = ImageOps.exif_transpose(file).convert('RGB')
     except FileNotFoundError as e:
         raise UsageError(f"there is no picture '{path}'") from e
