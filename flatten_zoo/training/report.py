@@ -8,7 +8,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from flatten_zoo.weights.checkpoint import write_beside
+from flatten_zoo.files import write_beside
 
 __all__ = ['draw_curves', 'figures_text', 'next_command']
 

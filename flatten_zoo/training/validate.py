@@ -13,7 +13,7 @@ from timm.task.evaluator import ClassificationEvaluator
 from timm.utils import random_seed, reparameterize_model
 
 from flatten_zoo.errors import UsageError
-from flatten_zoo.weights.checkpoint import write_beside
+from flatten_zoo.files import write_beside
 
 from .checkpoints import load_weights, run_checkpoint
 from .config import OptionParser, read_options_file
