@@ -136,12 +136,49 @@ def info(parser: argparse.ArgumentParser) -> Command:
     return run
 
 
+def visualize(parser: argparse.ArgumentParser) -> Command:
+    """Draw what a model's attention does on a picture, or the energy of its feature maps.
+
+    Focused linear attention: the equivalent attention of query points without and with the depthwise term, beside
+    softmax attention, with rank and singular values. Interlaced sparse and non-local attention: the affinities of query
+    points. Efficient attention: its global attention maps. Every model, and those without any of these: the feature
+    pyramid.
+    """
+    parser.add_argument('image', type=Path, metavar='IMAGE', help='the picture')
+    parser.add_argument('--model', required=True, metavar='NAME', help='any model name of timm')
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument('--checkpoint', type=Path, metavar='FILE', help='load the weights of this file')
+    weights.add_argument('--pretrained', action='store_true', help='load the released weights (default: none)')
+    parser.add_argument('--layer', metavar='NAME', help='attention layer (default: the last one)')
+    parser.add_argument('--head', type=int, default=0, metavar='N', help='head of the attention (default: 0)')
+    parser.add_argument(
+        '--query', nargs=2, type=float, action='append', metavar=('X', 'Y'),
+        help='query point, as fractions of width and height from the top left; may be repeated (default: 3 × 3 points)')
+    parser.add_argument('--pyramid', action='store_true', help='draw the feature pyramid instead of attention')
+    parser.add_argument(
+        '--img-size', nargs='+', type=int, metavar='N',
+        help="side, or height and width, to resize the picture to (default: the model's own)")
+    parser.add_argument('-o', '--output', type=Path, required=True, metavar='FILE', help='figure, such as OUT.png')
+    parser.add_argument('--save-arrays', type=Path, metavar='FILE.npz', help='write the numbers too')
+
+    def run(args: argparse.Namespace) -> None:
+        from .visualize import DEFAULT_POINTS, render
+        points = [tuple(point) for point in args.query] if args.query else DEFAULT_POINTS
+        drawn = render(
+            args.image, args.model, args.output, args.save_arrays, args.layer, points, args.head, args.pyramid,
+            args.img_size, args.pretrained, args.checkpoint)
+        print(f'{args.output}: {drawn}')
+
+    return run
+
+
 COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Command]] = {
     'complexity': complexity,
     'convert': convert,
     'push': push,
     'list': list_models,
     'info': info,
+    'visualize': visualize,
 }
 
 

@@ -1,17 +1,16 @@
 """Cost of operators and models by name, side by side, as numbers and as a picture."""
-import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import timm
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import nn
 from tqdm import tqdm
 
 from .complexity import Cost, Measurement, available_memory, closed_form, count, peak_memory
 from .errors import UsageError
+from .figures import check_picture_path, save_figure
 from .layers import EfficientAttention, InterlacedSparseAttention, NonLocalAttention
 from .models.build import build_model, check_model_name
 from .tables import Table
@@ -146,15 +145,6 @@ def _build(name: str, size: int, device: str | torch.device) -> tuple[nn.Module,
     return model, (1, model.pretrained_cfg['input_size'][0], size, size)
 
 
-def check_picture_path(path: Path) -> None:
-    """Raises a `UsageError` where no picture can be written, before hours of work are lost on it."""
-    formats = FigureCanvasAgg.get_supported_filetypes()
-    if path.suffix[1:].lower() not in formats:
-        raise UsageError(f"cannot write a picture to '{path}': its name must end in one of {', '.join(formats)}")
-    if not path.parent.is_dir():
-        raise UsageError(f"cannot write a picture to '{path}': there is no folder '{path.parent}'")
-
-
 def plot(comparisons: list[Comparison], path: Path) -> None:
     """Draws multiply-accumulates and memory against resolution, one line for each name, with logarithmic axes.
 
@@ -187,6 +177,4 @@ def plot(comparisons: list[Comparison], path: Path) -> None:
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend(fontsize='small')
-    unfinished = path.with_name(f'.unfinished-{path.name}')
-    figure.savefig(unfinished, dpi=150)
-    os.replace(unfinished, path)
+    save_figure(figure, path)

@@ -3,6 +3,8 @@ import copy
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from flatten_zoo.layers import EfficientAttention, InterlacedSparseAttention, NonLocalAttention
 
@@ -36,3 +38,13 @@ def output_and_gradients(module: nn.Module, x: torch.Tensor) -> list[torch.Tenso
 def in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy of the module in another type, with the same weights."""
     return copy.deepcopy(module).to(dtype)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the element count of the largest tensor that any operation makes."""
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.numel = max(self.numel, *(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor)), 0)
+        return out

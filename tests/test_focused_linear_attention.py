@@ -4,11 +4,11 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from flatten_zoo.layers import FocusedLinearAttention
+
+from .operators import LargestTensor
 
 
 def make_attention(dim=32, num_heads=2, grid_size=(6, 5), seed=0, dtype=torch.float64, **kwargs):
@@ -84,16 +84,6 @@ def test_depthwise_term_makes_the_attention_full_rank():
     assert torch.linalg.matrix_rank(linear[0]).tolist() == [32, 32]
     full = torch.linalg.matrix_rank(linear[0, :, None] + depthwise)  # every head with every channel's kernel
     assert (full == 196).all()
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the element count of the largest tensor that any operation makes."""
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.numel = max(self.numel, *(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor)), 0)
-        return out
 
 
 def test_cost_is_linear_in_positions():

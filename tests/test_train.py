@@ -336,8 +336,9 @@ def test_unreadable_image_in_a_torchvision_folder_is_named(tmp_path, capsys):
 
 def test_models_that_do_not_exist(capsys, images):
     assert "unknown model 'test_resnt'; did you mean test_resnet" in refused(capsys, images, '--model', 'test_resnt')
-    assert "--model: " in refused(capsys, images, '--model', 'someone/model')
-    assert 'Invalid pretrained tag (nobody)' in refused(capsys, images, '--model', 'resnet18.nobody')
+    assert "model 'someone/model': " in refused(capsys, images, '--model', 'someone/model')
+    assert "unknown model 'resnet18.nobody'; did you mean resnet18." in refused(
+        capsys, images, '--model', 'resnet18.nobody')
     line = refused(capsys, images, '--model-kwargs', 'depth=3')
     assert "cannot build the model 'test_resnet'" in line
     assert "'depth'" in line

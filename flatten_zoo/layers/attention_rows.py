@@ -1,9 +1,10 @@
-"""Which rows of a dense attention matrix an inspection asks for."""
+"""Rows of dense attention matrices, for inspection."""
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
-__all__ = ['select_queries']
+__all__ = ['convolution_rows', 'select_queries']
 
 MAX_DENSE_POSITIONS = 16384  # 1 GiB per head and image in float32
 
@@ -33,3 +34,19 @@ def select_queries(queries: Sequence[int] | torch.Tensor | None, positions: int,
     if outside.numel():
         raise ValueError(f'queries must lie in [0, {positions}), got {outside.tolist()}')
     return queries
+
+
+def convolution_rows(kernel: torch.Tensor, grid_size: tuple[int, int], queries: torch.Tensor) -> torch.Tensor:
+    """Rows of the matrix of a convolution of one channel with zero padding: the kernel, centred at each query.
+
+    Args:
+        kernel: k × k, k odd.
+        grid_size: H and W.
+        queries: Flat indices (row · W + column).
+
+    Returns:
+        queries × n, n = H · W.
+    """
+    height, width = grid_size
+    centres = F.one_hot(queries, height * width).to(kernel.dtype).reshape(-1, 1, height, width)
+    return F.conv_transpose2d(centres, kernel[None, None], padding=kernel.shape[0] // 2).flatten(1)

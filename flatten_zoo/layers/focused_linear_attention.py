@@ -3,11 +3,15 @@
 Paper: `FLatten Transformer: Vision Transformer using Focused Linear Attention` (ICCV 2023)
     - https://arxiv.org/abs/2308.00442
 """
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from timm.layers import register_notrace_function, resample_abs_pos_embed_nhwc, to_2tuple
 from timm.layers.trace_utils import _assert
 from torch import nn
+
+from .attention_rows import convolution_rows, select_queries
 
 __all__ = ['FocusedLinearAttention', 'FocusedLinearCore', 'focused_feature_map']
 
@@ -148,6 +152,57 @@ class FocusedLinearCore(nn.Module):
         context = k.to(v.dtype).transpose(-2, -1) @ (v * N ** -0.5)
         out = q.to(v.dtype) @ context
         return out.transpose(1, 2).reshape(B, H, W, C) + dwc
+
+    def attention_matrix(
+            self,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            queries: Sequence[int] | torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Rows of the attention matrix that linear attention never forms, without the depthwise term.
+
+        Times the values of its head, and with `depthwise_matrix` and the convolution's bias added, it is what `attend`
+        gives.
+
+        Args:
+            q, k: Queries and keys as for `attend`, (B, H, W, num_heads · head_dim).
+            queries: Flat indices (row · W + column) of the positions whose rows are wanted; all N of them if None
+                (small maps only).
+
+        Returns:
+            B × heads × queries × N; no entry is negative, and the rows sum to 1 (short of what the 1e-6 takes).
+
+        Raises:
+            ValueError: An index is out of range, or all rows of a large map are asked for.
+        """
+        B, H, W, _ = q.shape
+        N = H * W
+        queries = select_queries(queries, N, q.device)
+        q = focused_feature_map(q, self.scale, self.focusing_factor)
+        k = focused_feature_map(k + self._positional_encoding(H, W), self.scale, self.focusing_factor)
+        q = q.reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)[:, :, queries]
+        k = k.reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
+        normalizer = q @ k.mean(dim=-2, keepdim=True).transpose(-2, -1) + 1e-6
+        return q @ k.transpose(-2, -1) / N / normalizer
+
+    def depthwise_matrix(
+            self,
+            channel: int,
+            grid_size: tuple[int, int],
+            queries: Sequence[int] | torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Rows of the matrix that the depthwise term is for one channel of the values: M_DWC in section 4.3.
+
+        Args:
+            channel: Index among all num_heads · head_dim channels.
+            grid_size: H and W.
+            queries: As in `attention_matrix`.
+
+        Returns:
+            queries × N.
+        """
+        queries = select_queries(queries, grid_size[0] * grid_size[1], self.dwc.weight.device)
+        return convolution_rows(self.dwc.weight[channel % self.head_dim, 0], grid_size, queries)
 
 
 class FocusedLinearAttention(FocusedLinearCore):

@@ -1,6 +1,6 @@
 """Building a model by the name that a person typed, for commands."""
 import timm
-from timm.models import get_arch_pretrained_cfgs, split_model_name_tag
+from timm.models import get_arch_pretrained_cfgs, parse_model_name, split_model_name_tag
 from torch import nn
 
 from ..errors import UsageError, unknown_name
@@ -10,7 +10,11 @@ __all__ = ['build_model', 'check_model_name']
 
 def check_model_name(name: str) -> None:
     """Raises a `UsageError` with near names where timm knows no such model or tag; addresses ('hf-hub:…') pass."""
-    if ':' in name:
+    try:
+        source, _ = parse_model_name(name)
+    except ValueError as e:
+        raise UsageError(f"model '{name}': {e}") from e
+    if source is not None:
         return
     architecture, tag = split_model_name_tag(name)
     if not timm.is_model(architecture):

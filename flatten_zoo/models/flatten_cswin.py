@@ -27,6 +27,7 @@ from timm.models.swin_transformer import window_partition, window_reverse
 from torch import nn
 
 from ..layers import FocusedLinearCore
+from ..layers.attention_rows import convolution_rows, select_queries
 from ._flatten import (
     create_pyramid,
     fit_position_tensors,
@@ -77,6 +78,17 @@ class FocusedLinearBranch(FocusedLinearCore):
     def forward(self, qkv: torch.Tensor) -> torch.Tensor:
         q, k, v = qkv.chunk(3, dim=-1)
         return self.attend(q, k, v) + self.get_v(v)
+
+    def depthwise_matrix(
+            self,
+            channel: int,
+            grid_size: tuple[int, int],
+            queries: Sequence[int] | torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """With LePE, which is another depthwise term."""
+        rows = super().depthwise_matrix(channel, grid_size, queries)
+        queries = select_queries(queries, rows.shape[1], rows.device)
+        return rows + convolution_rows(self.get_v.weight[channel, 0], grid_size, queries)
 
 
 @register_notrace_module  # reason: windows depend on sizes

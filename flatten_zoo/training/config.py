@@ -9,7 +9,7 @@ import yaml
 from timm.utils import ParseKwargs
 
 from flatten_zoo.errors import UsageError, unknown_name
-from flatten_zoo.weights.checkpoint import write_beside
+from flatten_zoo.files import write_beside
 
 __all__ = ['KeyValues', 'OptionParser', 'read_options_file', 'write_options_file']
 

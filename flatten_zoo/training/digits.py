@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from flatten_zoo.errors import UsageError, report_usage_errors
-from flatten_zoo.weights.checkpoint import write_beside
+from flatten_zoo.files import write_beside
 
 __all__ = ['main', 'write_digits']
 

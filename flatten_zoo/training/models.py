@@ -3,13 +3,13 @@ import argparse
 import importlib
 from typing import Any
 
-import timm
 import torch
 from timm.layers import convert_splitbn_model, set_fast_norm
 from timm.models import create_model, get_pretrained_cfg, parse_model_name, resolve_model_input_args
 from torch import nn
 
-from flatten_zoo.errors import UsageError, first_line, unknown_name
+from flatten_zoo.errors import UsageError, first_line
+from flatten_zoo.models.build import check_model_name
 
 from .logs import log
 
@@ -81,16 +81,6 @@ def _has_fixed_size(args: argparse.Namespace) -> bool:
     cfg = get_pretrained_cfg(name, allow_unregistered=True) if source is None else None
     dynamic = args.model_kwargs.get('dynamic_img_size') or args.model_kwargs.get('strict_img_size') is False
     return bool(cfg and cfg.fixed_input_size and not dynamic)
-
-
-def check_model_name(name: str) -> None:
-    """Refuse the name of a model that does not exist, with near ones that do."""
-    try:
-        source, model = parse_model_name(name)
-    except ValueError as e:
-        raise UsageError(f'--model: {e}') from e
-    if source is None and not timm.is_model(model):
-        raise unknown_name('model', model.partition('.')[0], timm.list_models())
 
 
 def build_training_model(args: argparse.Namespace) -> nn.Module:

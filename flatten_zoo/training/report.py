@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from flatten_zoo.errors import UsageError, first_line
-from flatten_zoo.weights.checkpoint import write_beside
+from flatten_zoo.files import write_beside
 
 __all__ = ['draw_curves', 'figures_text', 'next_command', 'start_wandb', 'trim_summary']
 

@@ -15,9 +15,9 @@ from timm.utils import decay_batch_step, random_seed, reparameterize_model
 from torch import nn
 
 from flatten_zoo.errors import UsageError
+from flatten_zoo.files import write_beside
 from flatten_zoo.models import RELEASES
 from flatten_zoo.models._released import TAG
-from flatten_zoo.weights.checkpoint import write_beside
 
 from .checkpoints import load_weights, run_checkpoint
 from .config import OptionParser, read_options_file

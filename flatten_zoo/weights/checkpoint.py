@@ -1,11 +1,7 @@
 """Reading checkpoints of any origin without running code, and writing safetensors."""
 import argparse
-import os
 import pickle
-import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import safetensors.torch
@@ -13,9 +9,10 @@ import torch
 from timm.models import clean_state_dict
 
 from ..errors import UsageError, first_line
+from ..files import write_beside
 from . import restricted_pickle
 
-__all__ = ['read_checkpoint', 'select_state_dict', 'write_beside', 'write_safetensors']
+__all__ = ['read_checkpoint', 'select_state_dict', 'write_safetensors']
 
 WEIGHTS = ('state_dict', 'model')
 EMA_WEIGHTS = ('state_dict_ema', 'model_ema')
@@ -88,16 +85,6 @@ def select_state_dict(checkpoint: dict, use_ema: bool | None = False) -> dict[st
         if not isinstance(key, str) or not isinstance(value, torch.Tensor):
             raise UsageError(f"no state dict: '{key}' is a {type(value).__name__}, expected a tensor")
     return {key: value.detach() for key, value in state_dict.items()}
-
-
-@contextmanager
-def write_beside(path: Path) -> Iterator[Path]:
-    """A temporary file or folder's path next to `path`, moved there if all goes well and removed if not."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f'.{path.name}.') as folder:
-        temporary = Path(folder) / path.name
-        yield temporary
-        os.replace(temporary, path)
 
 
 def write_safetensors(state_dict: dict[str, torch.Tensor], path: Path) -> None:

@@ -13,10 +13,11 @@ from timm.models._hub import save_for_hf
 from torch import nn
 
 from ..errors import UsageError, first_line
+from ..files import write_beside
 from ..models.build import check_model_name
 from .card import model_card
 from .catalogue import zoo_models
-from .checkpoint import read_checkpoint, select_state_dict, write_beside, write_safetensors
+from .checkpoint import read_checkpoint, select_state_dict, write_safetensors
 from .convert import family_of, from_official, is_official, to_official
 
 __all__ = ['HUB_FILES', 'load_model', 'save_model', 'write_weights']

@@ -10,7 +10,8 @@ from timm.models._pretrained import PretrainedCfg
 from torch import nn
 
 from ..errors import UsageError
-from .checkpoint import read_checkpoint, select_state_dict, write_beside, write_safetensors
+from ..files import write_beside
+from .checkpoint import read_checkpoint, select_state_dict, write_safetensors
 from .convert import from_official
 from .download import download
 
