@@ -153,7 +153,7 @@ def prepare(args: argparse.Namespace) -> Run:
     args.data_dir, args.data = args.data or args.data_dir, None
     model = build_training_model(args)
     if args.initial_checkpoint:
-        load_weights(model, args.initial_checkpoint, use_ema=None)
+        load_weights(model, args.initial_checkpoint, use_ema=None, adapt=True)
     args.num_classes = model.num_classes
     config = input_config(args, model)
     train_set, eval_set = open_splits(args, channels=config['input_size'][0])
