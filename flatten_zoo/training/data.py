@@ -10,22 +10,14 @@ from torch.utils.data import Dataset
 
 from flatten_zoo.errors import UsageError, first_line
 
+from .sources import CheckedStream, LoadingError, check_source
+
 __all__ = [
     'check_classes', 'check_same_classes', 'evaluation_loader', 'input_config', 'mixup_arguments', 'open_dataset',
     'open_splits', 'training_loader',
 ]
 
 SPLIT_NAMES = (('train', 'training'), ('validation', 'val', 'valid', 'eval', 'evaluation'), ('test', 'testing'))
-
-
-class UnreadableImage(UsageError):
-    """An image that cannot be decoded.
-
-    A loader's process hands an exception over as text, the traceback first and the message as its last line.
-    """
-
-    def __init__(self, message: str):
-        super().__init__(message.strip().splitlines()[-1].removeprefix(f'{__name__}.{type(self).__name__}: '))
 
 
 class CheckedImages(Dataset):
@@ -55,7 +47,7 @@ class CheckedImages(Dataset):
         except (OSError, SyntaxError, RuntimeError) as e:
             if isinstance(e, RuntimeError) and not str(e).startswith('Failed to load'):  # timm's words for it
                 raise
-            raise UnreadableImage(f'cannot read the image {self._name(index)}; remove or replace it') from e
+            raise LoadingError(f'cannot read the image {self._name(index)}; remove or replace it') from e
 
     def _name(self, index: int) -> str:
         if hasattr(self.dataset, 'filename'):
@@ -88,6 +80,7 @@ def open_dataset(
         UsageError: No such data, no such split, nothing in it, or a missing package.
     """
     root = args.data_dir
+    check_source(args.dataset, root, split)
     if not args.dataset or args.dataset == 'torch/image_folder':
         root = find_split(root, split, alone_is_fine)
     try:
@@ -101,7 +94,7 @@ def open_dataset(
         name = f"{args.dataset} in '{root}'" if args.dataset else f"'{root}'"
         raise UsageError(f'cannot read the data {name}: {first_line(e)}') from e
     if isinstance(dataset, torch.utils.data.IterableDataset):
-        return dataset
+        return CheckedStream(dataset, args.dataset)
     return CheckedImages(dataset)
 
 
