@@ -157,8 +157,12 @@ def test_missing_shards(tmp_path, capsys):
 def test_more_workers_than_shards(root, capsys):
     line = refused(capsys, root / 'shards', '--dataset', 'wds/tiny', '-j', 5)
     assert line.startswith("error: --workers 5: 'wds/tiny' has 4 shards for 1 training process, so at most 4 workers")
-    line = refused(capsys, *layouts(root)['hfids parquet'], '-j', 5)
-    assert 'reports 4 shard(s) for this process but the loader has 5 workers' in line
+
+
+def test_more_workers_than_files_of_a_hugging_face_stream(root, tmp_path, capsys):
+    one = write_parquet(tmp_path / 'parquet', root / 'images', shards=1)
+    line = refused(capsys, tmp_path / 'cache', '--dataset', f'hfids/{one}', *LENGTHS, '-j', 2, '--output', tmp_path)
+    assert 'reports 1 shard(s) for this process but the loader has 2 workers' in line
 
 
 @pytest.mark.parametrize('workers', [0, 1])

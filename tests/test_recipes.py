@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from timm.data import create_transform
 from timm.data.auto_augment import RandAugment
 from timm.data.transforms import RandomResizedCropAndInterpolation
@@ -193,6 +194,17 @@ def test_augmentation(recipes, name):
     assert mixup_arguments(recipe.args) == {
         'mixup_alpha': 0.8, 'cutmix_alpha': 1.0, 'cutmix_minmax': None, 'prob': 1.0, 'switch_prob': 0.5,
         'mode': 'batch', 'label_smoothing': 0.1, 'num_classes': 1000}
+
+
+def test_strongest_posterize_leaves_a_black_image(recipes):
+    recipe = recipes('flatten_pvt_t')
+    loader = training_loader(recipe.args, Images(), input_config(recipe.args, recipe.model), CPU)
+    posterize = next(op for op in loader.dataset.transform.transforms[2].ops if op.name == 'PosterizeIncreasing')
+    posterize.prob, posterize.magnitude_std = 1, 0
+    image = Image.new('RGB', (2, 2), (255, 128, 90))
+    for magnitude, colour in ((10, (0, 0, 0)), (9, (128, 128, 0)), (0, (240, 128, 80))):
+        posterize.magnitude = magnitude
+        assert posterize(image).getpixel((0, 0)) == colour
 
 
 @pytest.mark.parametrize('name', TABLE)

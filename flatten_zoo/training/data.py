@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 
 from flatten_zoo.errors import UsageError, first_line
 
+from .augmentation import allow_strongest_posterize
 from .sources import CheckedStream, LoadingError, check_source
 
 __all__ = [
@@ -213,6 +214,7 @@ def training_loader(
     """
     if not isinstance(dataset, torch.utils.data.IterableDataset) and len(dataset) < args.batch_size:
         raise UsageError(f'--batch-size {args.batch_size} is more than the {len(dataset)} training images')
+    allow_strongest_posterize()
     mixup = mixup_arguments(args)
     prefetch = not args.no_prefetcher
     interpolation = config['interpolation'] if args.no_aug or not args.train_interpolation else args.train_interpolation
