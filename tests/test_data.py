@@ -173,3 +173,12 @@ def test_unreadable_image_in_a_stream(tmp_path, capsys, workers):
     options = ('--dataset', f'hfids/{parquet}', *LENGTHS, '-j', workers, '--output', tmp_path / 'output')
     line = refused(capsys, tmp_path / 'cache', *options)
     assert line.startswith(f"error: cannot read on in 'hfids/{parquet}': cannot identify image file")
+
+
+def test_unreadable_image_of_a_hugging_face_dataset_is_named(tmp_path, capsys):
+    images = write_images(tmp_path / 'images')
+    (images / 'train' / 'green' / '3.png').write_bytes(b'nothing')
+    parquet = write_parquet(tmp_path / 'parquet', images)
+    line = refused(
+        capsys, tmp_path / 'cache', '--dataset', f'hfds/{parquet}', '-j', 0, '--output', tmp_path / 'output')
+    assert line == "error: cannot read the image '3.png'; remove or replace it"
