@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from timm.data import Mixup
 from timm.utils import random_seed
-from torch.utils.data import Dataset
 
 from flatten_zoo.errors import UsageError, report_usage_errors
 
@@ -85,8 +84,8 @@ def bench(args: argparse.Namespace, seconds: float) -> tuple[float, float]:
         trainer = Trainer(
             args, device, task, build_optimizer(args, model), None, loader=None,
             mixup=Mixup(**mixup) if mixup and args.no_prefetcher else None, folder=Path(folder))
-        _training_rate(trainer, batch, dataset, WARM_UP * seconds)
-        return loading_rate, _training_rate(trainer, batch, dataset, seconds)
+        _training_rate(trainer, batch, loader, WARM_UP * seconds)
+        return loading_rate, _training_rate(trainer, batch, loader, seconds)
 
 
 def _loading_rate(loader: Any, args: argparse.Namespace, seconds: float) -> tuple[float, tuple[torch.Tensor, ...]]:
@@ -105,9 +104,9 @@ def _loading_rate(loader: Any, args: argparse.Namespace, seconds: float) -> tupl
                 counted_from = now
 
 
-def _training_rate(trainer: Trainer, batch: tuple[torch.Tensor, ...], dataset: Dataset, seconds: float) -> float:
+def _training_rate(trainer: Trainer, batch: tuple[torch.Tensor, ...], loader: Any, seconds: float) -> float:
     """Images per second of the trainer itself, fed with one batch."""
-    trainer.loader = _Repeated(batch, dataset, seconds)
+    trainer.loader = _Repeated(batch, loader, seconds)
     started = time.monotonic()
     trainer.train_epoch(0, 'model alone')  # it waits for the device at its end
     return trainer.loader.images / (time.monotonic() - started)
@@ -115,16 +114,16 @@ def _training_rate(trainer: Trainer, batch: tuple[torch.Tensor, ...], dataset: D
 
 @dataclass
 class _Repeated:
-    """One batch over and over, in the place of a loader.
+    """One batch over and over, otherwise the loader that it is from.
 
     Attributes:
         batch: Images and targets.
-        dataset: Where they are from.
+        loader: Where they are from.
         seconds: How long.
         images: Number of images given.
     """
     batch: tuple[torch.Tensor, ...]
-    dataset: Dataset
+    loader: Any
     seconds: float
     images: int = 0
 
@@ -136,6 +135,9 @@ class _Repeated:
         while not self.images or time.monotonic() < end:
             self.images += len(self.batch[0])
             yield self.batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
 
 
 if __name__ == '__main__':
