@@ -19,6 +19,7 @@ from flatten_zoo.errors import UsageError
 from flatten_zoo.training.checkpoints import load_weights
 from flatten_zoo.training.data import input_config, mixup_arguments, training_loader
 from flatten_zoo.training.models import build_training_model
+from flatten_zoo.training.numerics import Numerics
 from flatten_zoo.training.options import check_train_options, train_parser
 from flatten_zoo.training.recipe import build_optimizer, build_scheduler, build_task
 from flatten_zoo.weights.convert import family_of
@@ -76,7 +77,7 @@ class Recipe:
         self.args.num_classes = self.model.num_classes
         self.optimizer = build_optimizer(self.args, self.model)
         self.updates = IMAGES // self.args.batch_size
-        self.scheduler, self.epochs = build_scheduler(self.args, self.optimizer, self.updates)
+        self.scheduler, self.epochs = build_scheduler(self.args, self.optimizer, self.updates, start=0)
 
     def rate(self, epoch: float) -> float:
         """The learning rate after so many epochs."""
@@ -177,7 +178,7 @@ class Images(Dataset):
 @pytest.mark.parametrize('name', TABLE)
 def test_augmentation(recipes, name):
     recipe, expected = recipes(name), table(name)
-    loader = training_loader(recipe.args, Images(), input_config(recipe.args, recipe.model), CPU)
+    loader = training_loader(recipe.args, Images(), input_config(recipe.args, recipe.model), Numerics(CPU))
     assert len(loader) == recipe.updates
     crop, flip, augment, *rest = loader.dataset.transform.transforms
     assert isinstance(crop, RandomResizedCropAndInterpolation)
@@ -198,7 +199,7 @@ def test_augmentation(recipes, name):
 
 def test_strongest_posterize_leaves_a_black_image(recipes):
     recipe = recipes('flatten_pvt_t')
-    loader = training_loader(recipe.args, Images(), input_config(recipe.args, recipe.model), CPU)
+    loader = training_loader(recipe.args, Images(), input_config(recipe.args, recipe.model), Numerics(CPU))
     posterize = next(op for op in loader.dataset.transform.transforms[2].ops if op.name == 'PosterizeIncreasing')
     posterize.prob, posterize.magnitude_std = 1, 0
     image = Image.new('RGB', (2, 2), (255, 128, 90))
@@ -242,7 +243,7 @@ def test_attention_resnets_have_timms_a3(recipes):
         [1e-4, 1.68e-3, 7.951e-3, 4.0005e-3, 2.973e-6], rel=1e-3)
     config = input_config(args, recipe.model)
     assert (config['input_size'], config['crop_pct'], config['interpolation']) == ((3, 160, 160), 0.95, 'bicubic')
-    augment = training_loader(args, Images(), config, CPU).dataset.transform.transforms[2]
+    augment = training_loader(args, Images(), config, Numerics(CPU)).dataset.transform.transforms[2]
     assert all(op.magnitude == 6 and op.magnitude_std == 0.5 for op in augment.ops)
     mixing = mixup_arguments(args)
     assert (mixing['mixup_alpha'], mixing['cutmix_alpha'], mixing['label_smoothing']) == (0.1, 1.0, 0)

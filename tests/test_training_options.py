@@ -6,7 +6,7 @@ import pytest
 
 from flatten_zoo.errors import UsageError
 from flatten_zoo.training.config import write_options_file
-from flatten_zoo.training.options import check_train_options, train_parser, validate_parser
+from flatten_zoo.training.options import REFUSED, check_train_options, train_parser, validate_parser
 
 REFERENCE = Path(__file__).parent / 'reference'
 PARSERS = {'train': train_parser, 'validate': validate_parser}
@@ -24,10 +24,14 @@ def described(action) -> dict[str, str]:
     }
 
 
+def timms_options(script) -> dict[str, dict[str, str]]:
+    with (REFERENCE / f'timm_{script}_options.tsv').open(newline='') as file:
+        return {row['dest']: row for row in csv.DictReader(file, delimiter='\t')}
+
+
 @pytest.mark.parametrize('script', PARSERS)
 def test_every_option_is_timms(script):
-    with (REFERENCE / f'timm_{script}_options.tsv').open(newline='') as file:
-        rows = {row['dest']: row for row in csv.DictReader(file, delimiter='\t')}
+    rows = timms_options(script)
     parser = PARSERS[script]()
     ours = [described(a) for a in parser._actions if a.dest not in ('help', 'config')]
     assert len(ours) >= 40
@@ -35,6 +39,37 @@ def test_every_option_is_timms(script):
         expected = {key: rows[option['dest']][key] or '' for key in option}
         assert {**option, 'options': set(option['options'].split())} == \
                {**expected, 'options': set(expected['options'].split())}
+
+
+@pytest.mark.parametrize('script', PARSERS)
+def test_every_option_of_timm_is_there_or_refused_with_a_reason(script, tmp_path):
+    parser = PARSERS[script]()
+    missing = set(timms_options(script)) - {action.dest for action in parser._actions}
+    assert missing == set(timms_options(script)) & set(REFUSED)
+    for name in missing:
+        flag = timms_options(script)[name]['options'].split()[0]
+        path = tmp_path / 'options.yaml'
+        path.write_text(f'{name}: 1\n')
+        for argv, said in (([flag, '1'], flag), (['-c', str(path)], f'{path}: {name}')):
+            with pytest.raises(UsageError) as e:
+                parser.parse_with_config(argv)
+            assert str(e.value) == f'{said}: {REFUSED[name]}'
+
+
+def test_every_refusal_is_of_timms():
+    assert set(REFUSED) <= set(timms_options('train')) | set(timms_options('validate'))
+
+
+@pytest.mark.parametrize('argv, message', [
+    ('--naflex-loader', 'left out: no model of the zoo is a NaFlex model'),
+    ('--kd-model-name resnet50', 'left out: distillation'),
+    ('--torchscript', 'use --torchcompile'),
+    ('--fuser=nvfuser', 'use --torchcompile'),
+    ('--sync-bn', 'not there yet: training runs in one process'),
+])
+def test_what_is_left_out_says_so(argv, message):
+    with pytest.raises(UsageError, match=message):
+        train_parser().parse_args(argv.split())
 
 
 @pytest.mark.parametrize('script', PARSERS)
@@ -120,6 +155,13 @@ def test_mistakes_on_the_command_line_are_named(argv, message):
     ('--aug-splits 2 --mixup 0.1', '--aug-splits does not go with --mixup'),
     ('--jsd-loss', '--jsd-loss needs --aug-splits'),
     ('--mixup 0.1 --batch-size 3', '--batch-size 3'),
+    ('--train-batches-per-epoch 3', '--train-batches-per-epoch needs --train-img-sizes'),
+    ('--train-img-sizes 32 64 --train-size-probs 1', 'must be one value for each of 2 --train-img-sizes'),
+    ('--train-img-sizes 0 32', '--train-img-sizes and --train-batch-sizes must be positive'),
+    ('--train-img-sizes 32 64 --train-size-probs 0 0', 'one of them must be positive'),
+    ('--train-img-sizes 32 --train-size-schedule progressive', 'needs two or more'),
+    ('--train-img-sizes 32 --aug-splits 2', 'does not go with --aug-splits'),
+    ('--train-img-sizes 32 64 --train-batch-sizes 3 2 --mixup 0.1', 'must be even'),
 ])
 def test_impossible_values_are_refused(argv, message):
     with pytest.raises(UsageError) as e:

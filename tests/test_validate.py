@@ -7,12 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from sklearn.metrics import precision_recall_fscore_support
 from timm.data import create_dataset, create_transform, resolve_data_config
 from timm.models import create_model
 
 from flatten_zoo.errors import report_usage_errors
+from flatten_zoo.models import RELEASES, Release
+from flatten_zoo.training import validate as validation
+from flatten_zoo.training.imagenet import averaged_metrics
+from flatten_zoo.training.models import build_model
 from flatten_zoo.training.train import main as train
 from flatten_zoo.training.validate import main, parse
 
@@ -132,6 +138,144 @@ def test_folded_branches_change_nothing(capsys, images, tmp_path):
     torch.save(create_model('test_byobnet', num_classes=3).state_dict(), path)
     argv = [images, '--model', 'test_byobnet', '--num-classes', 3, '--img-size', 32, '-j', 0, '--checkpoint', path]
     assert results(capsys, *argv, '--reparam')['loss'] == pytest.approx(results(capsys, *argv)['loss'], abs=2e-4)
+
+
+# Several models
+
+@pytest.fixture
+def untrained(monkeypatch):
+    """Models with the weights that they are made with, in place of released ones."""
+    monkeypatch.setattr(validation, 'build_model', lambda args, pretrained: build_model(args, pretrained=False))
+
+
+def test_wildcards_and_files_stand_for_several_models(capsys, images, tmp_path, untrained):
+    names = tmp_path / 'names.txt'
+    names.write_text('test_resnet\n\ntest_byobnet\nno_such_model\n')
+    output = tmp_path / 'results.csv'
+    options = [images, '--num-classes', 3, '--img-size', 32, '-b', 8, '-j', 0, '--results-file', output]
+    argv = [str(word) for word in ('--model', names, *options)]
+    capsys.readouterr()
+    assert report_usage_errors(lambda: main(argv)) == 2
+    printed = capsys.readouterr()
+    assert '1 of 3 models could not be validated: no_such_model' in printed.err
+    rows = json.loads(printed.out.removeprefix('--result\n'))
+    assert {row['model'] for row in rows} == {'test_resnet', 'test_byobnet'}
+    assert rows[0]['top1'] >= rows[1]['top1']
+    with output.open(newline='') as file:
+        assert [row['model'] for row in csv.DictReader(file)] == [row['model'] for row in rows]
+    row = results(capsys, '--model', 'test_byob*', *options)
+    assert row['model'].startswith('test_byobnet.')
+
+
+def test_several_models_that_cannot_be(capsys, images, run, tmp_path):
+    assert "'nothing*': no model with released weights fits" in refused(capsys, images, '--model', 'nothing*')
+    assert 'but --checkpoint is of one' in refused(
+        capsys, images, '--model', 'flatten_*', '--checkpoint', run / 'last.pth.tar')
+    (tmp_path / 'empty.txt').write_text('\n')
+    assert 'the file names no model' in refused(capsys, images, '--model', tmp_path / 'empty.txt')
+
+
+def test_every_official_model_fits_a_wildcard():
+    names = validation.model_names(parse(['--model', 'flatten_*']))
+    assert {name.partition('.')[0] for name in names} == set(RELEASES)
+
+
+def test_official_accuracy_is_compared_with_on_imagenet_only(capsys, images, monkeypatch, untrained):
+    with torch.device('meta'):
+        model = create_model('flatten_pvt_v2_b0')
+        other = create_model('flatten_pvt_v2_b0', num_classes=10)
+    assert validation.expected_top1(model, 50_000) == 71.098
+    assert validation.expected_top1(model, 49_999) is None
+    assert validation.expected_top1(other, 50_000) is None
+    assert validation.expected_top1(create_model('test_resnet'), 50_000) is None
+    argv = [*MODEL, images]
+    assert 'expected_top1' not in results(capsys, *argv)
+    monkeypatch.setattr(validation, 'IMAGENET_IMAGES', 15)
+    monkeypatch.setattr(validation, 'IMAGENET_CLASSES', 3)
+    monkeypatch.setattr(validation, 'TAG', 'r160_in1k')
+    monkeypatch.setitem(RELEASES, 'test_resnet', Release('', 50.0))
+    figures = results(capsys, *argv)
+    assert figures['expected_top1'] == 50
+    assert figures['difference'] == pytest.approx(figures['top1'] - 50)
+
+
+# Other labels, and too little memory
+
+def test_some_of_the_classes(capsys, images, tmp_path):
+    """A model of five classes whose second, third and fifth are those of the data."""
+    model = create_model('test_resnet', num_classes=5)
+    torch.save(model.state_dict(), tmp_path / 'five.pth')
+    three = create_model('test_resnet', num_classes=3)
+    state = model.state_dict()
+    three.load_state_dict({**state, **{f'fc.{name}': state[f'fc.{name}'][[1, 2, 4]] for name in ('weight', 'bias')}})
+    torch.save(three.state_dict(), tmp_path / 'three.pth')
+    (tmp_path / 'labels.txt').write_text('1\n2\n4\n')
+    options = [images, *MODEL]
+    five = [*options, '--num-classes', 5, '--checkpoint', tmp_path / 'five.pth', '--valid-labels']
+    figures = results(capsys, *five, tmp_path / 'labels.txt')
+    expected = results(capsys, *options, '--checkpoint', tmp_path / 'three.pth')
+    assert (figures['loss'], figures['top1']) == (expected['loss'], expected['top1'])
+    for text in ('1\n2\n5\n', 'one\n', ''):
+        (tmp_path / 'wrong.txt').write_text(text)
+        assert "--valid-labels '" in refused(capsys, *five, tmp_path / 'wrong.txt')
+    assert 'No such file' in refused(capsys, *five, tmp_path / 'none.txt')
+
+
+def test_reassessed_labels(capsys, tmp_path):
+    """Every image's reassessed labels hold all classes, but those of two hold none (left out) and a wrong one."""
+    folder = write_images(tmp_path / 'data', classes=('blue',)) / 'validation'
+    for index in range(5):
+        (folder / 'blue' / f'{index}.png').rename(folder / 'blue' / f'ILSVRC2012_val_{index + 1:08d}.JPEG')
+    (tmp_path / 'classes.txt').write_text('blue\ngreen\nred\nwhite\nblack\ngrey\n')
+    model = create_model('test_resnet', num_classes=6)
+    model.fc.bias.data[5] = -1e3
+    torch.save(model.state_dict(), tmp_path / 'six.pth')
+    every = list(range(6))
+    (tmp_path / 'real.json').write_text(json.dumps([every, every, [], every, [5]]))
+    argv = [folder, *MODEL, '--num-classes', 6, '--class-map', tmp_path / 'classes.txt', '--checkpoint',
+            tmp_path / 'six.pth', '--real-labels', tmp_path / 'real.json']
+    figures = results(capsys, *argv)
+    assert (figures['top1'], figures['top5'], figures['images']) == (75, 75, 5)
+    (tmp_path / 'real.json').write_text(json.dumps([every]))
+    assert 'another number of images' in refused(capsys, *argv)
+    (tmp_path / 'real.json').write_text('[')
+    assert "real.json'" in refused(capsys, *argv)
+    (folder / 'blue' / 'ILSVRC2012_val_00000005.JPEG').rename(folder / 'blue' / 'other.JPEG')
+    (tmp_path / 'real.json').write_text(json.dumps([every] * 5))
+    assert "no labels for the image 'other.JPEG'" in refused(capsys, *argv)
+
+
+@pytest.mark.parametrize('average', ['micro', 'macro', 'weighted'])
+def test_averaged_metrics_are_scikit_learns(average):
+    random = np.random.default_rng(0)
+    target = random.choice([0, 1, 2, 5], 60, p=[0.6, 0.2, 0.1, 0.1])  # 3 is only predicted, 4 does not occur
+    predicted = np.where(random.random(60) < 0.6, target, random.choice([0, 1, 3], 60))
+    ours = averaged_metrics(torch.tensor(predicted), torch.tensor(target), average)
+    theirs = precision_recall_fscore_support(target, predicted, average=average, zero_division=0)[:3]
+    np.testing.assert_allclose(list(ours.values()), 100 * np.array(theirs))
+
+
+def test_averaged_metrics_of_a_run(capsys, run):
+    figures = results(capsys, '--checkpoint', run, '--metrics-avg', 'micro')
+    assert figures['precision'] == figures['recall'] == figures['f1_score'] == figures['top1']
+    assert 'precision' not in results(capsys, '--checkpoint', run)
+
+
+def test_smaller_batches_where_memory_does_not_suffice(capsys, images, run, monkeypatch):
+    original, sizes = validation.validate, []
+
+    def validate(args):
+        sizes.append(args.batch_size)
+        if args.batch_size > 3:
+            raise torch.OutOfMemoryError('CUDA out of memory')
+        return original(args)
+
+    monkeypatch.setattr(validation, 'validate', validate)
+    assert results(capsys, '--checkpoint', run, '-b', 8, '--retry')['images'] == 15
+    assert sizes[0] == 8
+    assert sizes[-1] <= 3
+    assert 'the memory does not suffice for --batch-size 8: give a smaller' in refused(
+        capsys, '--checkpoint', run, '-b', 8)
 
 
 def test_command_prints_results_only_on_standard_output(run):

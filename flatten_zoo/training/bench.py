@@ -20,6 +20,7 @@ from .engine import Trainer
 from .interrupts import interrupts_between_batches
 from .logs import setup_logging
 from .models import build_training_model, resolve_device
+from .numerics import Numerics
 from .options import check_train_options, train_parser
 from .progress import Progress
 from .recipe import build_optimizer, build_task
@@ -69,20 +70,20 @@ def bench(args: argparse.Namespace, seconds: float) -> tuple[float, float]:
         seconds: Time to measure each of the two.
     """
     args.data_dir = args.data or args.data_dir
-    device = resolve_device(args.device)
-    args.device, args.val_split = str(device), ''
+    numerics = Numerics.from_options(args, resolve_device(args.device))
+    args.device, args.val_split = str(numerics.device), ''
     random_seed(args.seed)
     model = build_training_model(args)
     args.num_classes = model.num_classes
     config = input_config(args, model)
     dataset, _ = open_splits(args, channels=config['input_size'][0])
-    loader = training_loader(args, dataset, config, device)
-    task = build_task(args, model.to(device), device)
+    loader = training_loader(args, dataset, config, numerics)
+    task = build_task(args, numerics.place(model), numerics.device)
     mixup = mixup_arguments(args)
     loading_rate, batch = _loading_rate(loader, args, seconds)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
-            args, device, task, build_optimizer(args, model), None, loader=None,
+            args, numerics, task, build_optimizer(args, model), None, loader=None,
             mixup=Mixup(**mixup) if mixup and args.no_prefetcher else None, folder=Path(folder))
         _training_rate(trainer, batch, loader, WARM_UP * seconds)
         return loading_rate, _training_rate(trainer, batch, loader, seconds)
@@ -106,7 +107,7 @@ def _loading_rate(loader: Any, args: argparse.Namespace, seconds: float) -> tupl
 
 def _training_rate(trainer: Trainer, batch: tuple[torch.Tensor, ...], loader: Any, seconds: float) -> float:
     """Images per second of the trainer itself, fed with one batch."""
-    trainer.loader = _Repeated(batch, loader, seconds)
+    trainer.loader, trainer.position = _Repeated(batch, loader, seconds), None
     started = time.monotonic()
     trainer.train_epoch(0, 'model alone')  # it waits for the device at its end
     return trainer.loader.images / (time.monotonic() - started)

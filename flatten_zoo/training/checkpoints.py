@@ -1,7 +1,10 @@
 """Checkpoints: written whole or not at all, and read with errors that say what is wrong."""
 import os
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from timm.utils import CheckpointSaver
@@ -11,7 +14,7 @@ from flatten_zoo.errors import UsageError
 from flatten_zoo.weights import read_checkpoint, select_state_dict
 from flatten_zoo.weights.convert import family_of
 
-__all__ = ['Checkpoints', 'load_weights', 'run_checkpoint']
+__all__ = ['Checkpoints', 'last_checkpoint', 'load_weights', 'run_checkpoint']
 
 BEST, LAST = 'model_best.pth.tar', 'last.pth.tar'
 
@@ -21,7 +24,33 @@ class Checkpoints(CheckpointSaver):
 
     A file under its final name is always complete: it is written beside, synchronised to disk, and renamed.
     Checkpoints hold plain types and tensors only, so that `torch.load` reads them with `weights_only=True`.
+
+    Args:
+        state: Returns more entries of a checkpoint.
+        kwargs: Arguments of timm's saver.
     """
+
+    def __init__(self, *, state: Callable[[], dict[str, Any]], **kwargs):
+        super().__init__(**kwargs)
+        self.more_state = state
+
+    def save_checkpoint(self, epoch: int, metric: float | None = None) -> tuple[float | None, int | None]:
+        """Save the state after an epoch, as timm does; recovery checkpoints of earlier moments go."""
+        best = super().save_checkpoint(epoch, metric)
+        for path in recoveries(Path(self.recovery_dir)).values():
+            path.unlink(missing_ok=True)
+        return best
+
+    def continue_with(self, checkpoint: dict[str, Any], again: bool) -> None:
+        """Go on with the history of an earlier process in the same folder.
+
+        Args:
+            checkpoint: The checkpoint that the run continues from.
+            again: Save it again, as the end of that may have been cut off: last, numbered and best checkpoint.
+        """
+        self.load_state_dict({**checkpoint.get('saver', {}), 'pending': (None, None)})
+        if again:
+            self.save_checkpoint(checkpoint['epoch'], checkpoint.get('metric'))
 
     def _save(self, save_path: str, epoch: int, metric: float | None = None) -> None:
         state = {
@@ -31,6 +60,7 @@ class Checkpoints(CheckpointSaver):
             'version': 2,
             'optimizer': self.optimizer.state_dict(),
             'saver': self.state_dict(epoch, metric),
+            **self.more_state(),
             **self.task.get_checkpoint_state(unwrap_fn=self.unwrap_fn),
             **self.task.get_checkpoint_state(ema=True, unwrap_fn=self.unwrap_fn),
         }
@@ -55,6 +85,29 @@ class Checkpoints(CheckpointSaver):
         except OSError:  # a file system without hard links
             shutil.copyfile(src, beside)
         os.replace(beside, dst)
+
+
+def recoveries(folder: Path) -> dict[tuple[int, int], Path]:
+    """The recovery checkpoints in a folder, by epoch and batches done."""
+    found = {}
+    for path in folder.glob('recovery-*.pth.tar'):
+        match = re.fullmatch(r'recovery-(\d+)-(\d+)\.pth\.tar', path.name)
+        if match:
+            found[int(match[1]), int(match[2])] = path
+    return found
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint that is furthest in training: the last one, or a recovery checkpoint of the epoch after it.
+
+    Raises:
+        UsageError: The last checkpoint is damaged.
+    """
+    found = recoveries(folder)
+    last = folder / LAST
+    if last.is_file():
+        found[(read_checkpoint(last).get('epoch', -1) + 1, 0) if found else (0, 0)] = last
+    return found[max(found)] if found else None
 
 
 def run_checkpoint(folder: Path) -> Path:

@@ -1,6 +1,7 @@
 """Command line and YAML file, checked against one parser."""
 import argparse
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,10 +25,16 @@ class KeyValues(ParseKwargs):
 
 
 class OptionParser(argparse.ArgumentParser):
-    """A parser that reports mistakes as `UsageError` and takes defaults from a YAML file given with `--config`."""
+    """A parser that reports mistakes as `UsageError` and takes defaults from a YAML file given with `--config`.
 
-    def __init__(self, **kwargs):
+    Args:
+        refused: Why an option of timm's is not there, by its destination name.
+        kwargs: Arguments of argparse's parser.
+    """
+
+    def __init__(self, refused: Mapping[str, str] | None = None, **kwargs):
         super().__init__(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **kwargs)
+        self.refused = refused or {}
         self.add_argument(
             '-c', '--config', metavar='FILE', help='YAML file of options; the command line overrides it')
 
@@ -39,6 +46,9 @@ class OptionParser(argparse.ArgumentParser):
         if unknown:
             flags = [word.partition('=')[0] for word in unknown if word.startswith('-')]
             if flags:
+                reason = self.refused.get(flags[0].lstrip('-').replace('-', '_'))
+                if reason:
+                    raise UsageError(f'{flags[0]}: {reason}')
                 raise unknown_name('option', flags[0], self._option_string_actions)
             raise UsageError(f"unexpected argument '{unknown[0]}'")
         return options
@@ -66,6 +76,8 @@ class OptionParser(argparse.ArgumentParser):
         actions = {action.dest: action for action in self._actions if action.dest not in ('help', 'config')}
         checked = {}
         for key, value in values.items():
+            if key in self.refused:
+                raise UsageError(f'{source}: {key}: {self.refused[key]}')
             if key not in actions:
                 raise UsageError(f"{source}: {unknown_name('option', str(key), actions)}")
             try:
@@ -80,8 +92,8 @@ class _Mismatch(Exception):
 
 
 def _checked(action: argparse.Action, value: Any) -> Any:
-    if value is None and action.default is None:
-        return None
+    if value in (None, []) and value == action.default:
+        return value
     if action.nargs == 0:
         return _of_type(bool, value)
     if isinstance(action, KeyValues):

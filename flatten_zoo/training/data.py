@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 from flatten_zoo.errors import UsageError, first_line
 
 from .augmentation import allow_strongest_posterize
+from .numerics import Numerics
 from .sources import CheckedStream, LoadingError, check_source
 
 __all__ = [
@@ -205,7 +206,7 @@ def training_loader(
         args: argparse.Namespace,
         dataset: Dataset,
         config: dict[str, Any],
-        device: torch.device,
+        numerics: Numerics,
 ):
     """Shuffled and augmented batches of a fixed size.
 
@@ -227,21 +228,50 @@ def training_loader(
         color_jitter=args.color_jitter, color_jitter_prob=args.color_jitter_prob, grayscale_prob=args.grayscale_prob,
         gaussian_blur_prob=args.gaussian_blur_prob, auto_augment=args.aa, num_aug_splits=args.aug_splits,
         interpolation=interpolation, mean=config['mean'], std=config['std'], num_workers=args.workers,
-        collate_fn=FastCollateMixup(**mixup) if mixup and prefetch else None, pin_memory=args.pin_mem, device=device,
-        use_prefetcher=prefetch, persistent_workers=False, worker_seeding=args.worker_seeding)
+        collate_fn=FastCollateMixup(**mixup) if mixup and prefetch else None, pin_memory=args.pin_mem,
+        device=numerics.device, img_dtype=numerics.dtype, use_prefetcher=prefetch, persistent_workers=False,
+        worker_seeding=args.worker_seeding, use_multi_epochs_loader=args.use_multi_epochs_loader,
+        **scheduled_sizes(args, dataset))
+
+
+def scheduled_sizes(args: argparse.Namespace, dataset: Dataset) -> dict[str, Any]:
+    """Arguments of timm's loader for `--train-img-sizes`.
+
+    Raises:
+        UsageError: The data is a stream, or too small for any of the batches.
+    """
+    if not args.train_img_sizes:
+        return {}
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        raise UsageError('--train-img-sizes needs data with a length, not a stream')
+    if max(args.train_batch_sizes or [0]) > len(dataset):
+        raise UsageError(f'--train-batch-sizes {args.train_batch_sizes}: there are {len(dataset)} training images')
+    return {
+        'input_size_choices': args.train_img_sizes,
+        'batch_size_choices': args.train_batch_sizes,
+        'batch_choice_weights': args.train_size_probs,
+        'batch_choice_seed': args.seed,
+        'batch_choice_schedule': args.train_size_schedule,
+        'batch_schedule_epochs': args.epochs,
+        'batch_schedule_spread': args.train_size_schedule_spread,
+        'batch_schedule_random_mix': args.train_size_random_mix,
+        'num_batches': args.train_batches_per_epoch,
+    }
 
 
 def evaluation_loader(
         args: argparse.Namespace,
         dataset: Dataset,
         config: dict[str, Any],
-        device: torch.device,
+        numerics: Numerics,
         batch_size: int,
         crop_border_pixels: int | None = None,
+        tf_preprocessing: bool = False,
 ):
     """Every image once, in order."""
     return create_loader(
         dataset, input_size=config['input_size'], batch_size=batch_size, interpolation=config['interpolation'],
         mean=config['mean'], std=config['std'], crop_pct=config['crop_pct'], crop_mode=config['crop_mode'],
-        crop_border_pixels=crop_border_pixels, num_workers=args.workers, pin_memory=args.pin_mem, device=device,
-        use_prefetcher=not args.no_prefetcher, persistent_workers=False)
+        crop_border_pixels=crop_border_pixels, num_workers=args.workers, pin_memory=args.pin_mem,
+        device=numerics.device, img_dtype=numerics.dtype, use_prefetcher=not args.no_prefetcher,
+        tf_preprocessing=tf_preprocessing, persistent_workers=False)

@@ -8,33 +8,57 @@ from typing import Any
 
 import torch
 import torchvision
+from timm.scheduler import PlateauLRScheduler
 from timm.scheduler.scheduler import Scheduler
 from timm.task import TrainingTask
 from timm.task.evaluator import ClassificationEvaluator
 from timm.utils import dispatch_clip_grad
 from torch import nn
 
+from .numerics import Numerics
 from .progress import Progress
+from .randomness import random_state, set_random_state
 
 __all__ = ['Trainer', 'evaluate']
 
 
 @dataclass
+class Position:
+    """A place within an epoch, after an update of the weights.
+
+    Attributes:
+        start: State of the random generators at the start of the epoch.
+        batches: Batches done.
+        images: Images in them.
+        loss_sum: Sum of their losses.
+        now: State of the random generators at the place, None for the current one: validation moves it on.
+    """
+    start: dict[str, Any]
+    batches: int = 0
+    images: int = 0
+    loss_sum: float | torch.Tensor = 0.0
+    now: dict[str, Any] | None = None
+
+
+@dataclass
 class Trainer:
-    """What an epoch of training needs, and the number of updates made so far.
+    """What an epoch of training needs, and how far it is.
 
     Attributes:
         args: Options of `train.py`.
-        device: Where the model is.
+        numerics: Where and how the model computes.
         task: Model, loss and average of the weights.
         optimizer: Optimizer of the task's model.
         scheduler: Schedule of its learning rate, if any.
         loader: Training batches.
         mixup: Mixes a batch on the device, where the loader does not.
         folder: Output folder.
+        updates: Updates of the weights so far.
+        position: Where in an epoch it is, None between epochs.
+        scaler: Scaling of the loss.
     """
     args: argparse.Namespace
-    device: torch.device
+    numerics: Numerics
     task: TrainingTask
     optimizer: torch.optim.Optimizer
     scheduler: Scheduler | None
@@ -42,30 +66,101 @@ class Trainer:
     mixup: Callable | None
     folder: Path
     updates: int = field(default=0, init=False)
+    position: Position | None = field(default=None, init=False)
+    scaler: torch.amp.GradScaler = field(init=False)
 
-    def train_epoch(self, epoch: int, label: str) -> OrderedDict[str, float]:
-        """One pass over the training data.
+    def __post_init__(self):
+        self.scaler = self.numerics.scaler()
+
+    def train_epoch(self, epoch: int, label: str, recover: Callable[[int], None] | None = None) -> dict[str, float]:
+        """One pass over the training data, or what is left of it after `position`.
+
+        Args:
+            epoch: Its number.
+            label: What to call it in the progress.
+            recover: Called with the number of batches done at every `--recovery-interval`.
 
         Returns:
             The mean training loss as 'loss'.
         """
         self._start_epoch(epoch)
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        position = self.position = self.position or Position(random_state(self.numerics.device))
+        done, images_done = position.batches, position.images
+        loss_sum = torch.as_tensor(position.loss_sum, dtype=torch.float64, device=self.numerics.device)
+        closed = True
         progress = Progress(self.loader, label, self.args.log_interval)
         for index, (images, target) in enumerate(progress):
-            images = images.to(self.device, non_blocking=True)
-            target = target.to(self.device, non_blocking=True)
-            if self.mixup is not None:
-                images, target = self.mixup(images, target)
-            loss_sum += self._step(images, target) * len(images)
+            if index < done:
+                if index + 1 == done:  # trained on before; the random numbers go on from here
+                    set_random_state(position.now, self.numerics.device)
+                continue
+            images, target = self._prepare_batch(images, target, index)
+            batches, closed = self._place_in_update(index)
+            loss_sum = loss_sum + self._backward(images, target, batches) * len(images)
+            images_done += len(images)
+            if closed:
+                self._update()
+                self.position = Position(position.start, index + 1, images_done, loss_sum)
+                if recover and self._recovery_is_due():
+                    recover(index + 1)
             if progress.advance(len(images)):
-                progress.show(loss=f'{loss_sum.item() / progress.images:.4f}', lr=f'{self.learning_rate():.3g}')
-            if self.args.save_images and index % self.args.log_interval == 0:
-                path = self.folder / f'train-batch-{index}.jpg'
-                torchvision.utils.save_image(images, path, padding=0, normalize=True)
+                progress.show(loss=f'{loss_sum.item() / images_done:.4f}', lr=f'{self.learning_rate():.3g}')
+        if not closed:  # a stream that was shorter than it said
+            self._update()
         if hasattr(self.optimizer, 'sync_lookahead'):
             self.optimizer.sync_lookahead()
-        return OrderedDict(loss=loss_sum.item() / max(progress.images, 1))
+        self.position.now = random_state(self.numerics.device)
+        return OrderedDict(loss=loss_sum.item() / max(images_done, 1))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What continuing needs besides the model, its average and the optimizer: plain types and tensors."""
+        run = {'updates': self.updates, 'random': random_state(self.numerics.device)}
+        run['generators'] = {name: generator.get_state() for name, generator in self._generators().items()}
+        if self.position is not None and self.position.batches:
+            now = self.position.now or run['random']
+            run['position'] = {**vars(self.position), 'loss_sum': float(self.position.loss_sum), 'now': now}
+        if isinstance(self.scheduler, PlateauLRScheduler):
+            run['plateau'] = {
+                'state': self.scheduler.lr_scheduler.state_dict(), 'restore_lr': self.scheduler.restore_lr}
+        return {'run': run} | ({'amp_scaler': self.scaler.state_dict()} if self.scaler.is_enabled() else {})
+
+    def load_state_dict(self, checkpoint: dict[str, Any], epoch: int, with_optimizer: bool) -> None:
+        """Continue from a checkpoint.
+
+        Args:
+            checkpoint: What `state_dict` returned, and the optimizer's state under 'optimizer'.
+            epoch: The epoch to continue with.
+            with_optimizer: Whether to take over the states of the optimizer, the loss scaling and the plateau.
+        """
+        run = checkpoint.get('run', {})
+        if self.args.start_epoch is not None:  # another place than the checkpoint's
+            run = {key: value for key, value in run.items() if key not in ('updates', 'position')}
+        self.updates = run.get('updates', self.updates)
+        if with_optimizer:
+            self.optimizer.load_state_dict(checkpoint['optimizer'])
+            if self.scaler.is_enabled() and 'amp_scaler' in checkpoint:
+                self.scaler.load_state_dict(checkpoint['amp_scaler'])
+        if not isinstance(self.scheduler, PlateauLRScheduler):
+            if self.scheduler is not None:  # the options' rates, whatever the optimizer had
+                self.scheduler.step_update(self.updates)
+                self.scheduler.step(epoch)
+        elif with_optimizer and 'plateau' in run:
+            self.scheduler.lr_scheduler.load_state_dict(run['plateau']['state'])
+            self.scheduler.restore_lr = run['plateau']['restore_lr']
+        for name, generator in self._generators().items():
+            if name in run.get('generators', {}):
+                generator.set_state(run['generators'][name])
+        if 'position' in run:
+            self.position = Position(**run['position'])
+            set_random_state(self.position.start, self.numerics.device)
+        elif 'random' in run:
+            set_random_state(run['random'], self.numerics.device)
+
+    def _generators(self) -> dict[str, torch.Generator]:
+        """Random generators of their own, of the average of bfloat16 weights and of second-order optimizers."""
+        owners = {'average': getattr(self.task.get_trainable_module(ema=True), '_sr_generator', None),
+                  'optimizer': getattr(self.optimizer, 'generator', None)}
+        return {name: generator for name, generator in owners.items() if generator is not None}
 
     def learning_rate(self) -> float:
         """Mean over the parameter groups."""
@@ -74,35 +169,70 @@ class Trainer:
 
     def _start_epoch(self, epoch: int) -> None:
         self.task.train()
+        self.optimizer.zero_grad()
         if hasattr(self.loader.dataset, 'set_epoch'):
             self.loader.dataset.set_epoch(epoch)
+        if hasattr(self.loader.batch_sampler, 'set_epoch'):
+            self.loader.batch_sampler.set_epoch(epoch)
         if self.args.mixup_off_epoch and epoch >= self.args.mixup_off_epoch:
             if self.mixup is not None:
                 self.mixup.mixup_enabled = False
             else:
                 self.loader.mixup_enabled = False
 
-    def _step(self, images: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """One update of the weights, their average and the learning rate; returns the loss."""
-        loss = self.task(images, target)['loss']
-        self.optimizer.zero_grad()
-        loss.backward(create_graph=getattr(self.optimizer, 'is_second_order', False))
+    def _prepare_batch(
+            self,
+            images: torch.Tensor,
+            target: torch.Tensor,
+            index: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        images = self.numerics.images(images)
+        target = target.to(self.numerics.device, non_blocking=True)
+        if self.mixup is not None:
+            images, target = self.mixup(images, target)
+        if self.args.save_images and index % self.args.log_interval == 0:
+            path = self.folder / f'train-batch-{index}.jpg'
+            torchvision.utils.save_image(images, path, padding=0, normalize=True)
+        return images, target
+
+    def _recovery_is_due(self) -> bool:
+        return self.args.recovery_interval > 0 and self.updates % self.args.recovery_interval == 0
+
+    def _place_in_update(self, index: int) -> tuple[int, bool]:
+        """How many batches make the update that a batch belongs to, and whether it is the last of them."""
+        steps = self.args.grad_accum_steps
+        first = index - index % steps
+        left = len(self.loader) - first
+        batches = min(steps, left) if left > 0 else steps
+        return batches, index + 1 == first + batches
+
+    def _backward(self, images: torch.Tensor, target: torch.Tensor, batches: int) -> torch.Tensor:
+        """Add a batch's share to the gradients; returns its loss."""
+        with self.numerics.autocast():
+            loss = self.task(images, target)['loss']
+        self.scaler.scale(loss / batches).backward(create_graph=getattr(self.optimizer, 'is_second_order', False))
+        return loss.detach()
+
+    def _update(self) -> None:
+        """One update of the weights, their average and the learning rate."""
         if self.args.clip_grad is not None:
+            self.scaler.unscale_(self.optimizer)
             parameters = self.task.get_clip_parameters(exclude_head=self.args.clip_mode == 'agc')
             dispatch_clip_grad(parameters, self.args.clip_grad, mode=self.args.clip_mode)
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
         self.updates += 1
         self.task.update_ema(step=self.updates)
         if self.scheduler is not None:
             self.scheduler.step_update(num_updates=self.updates)
-        return loss.detach()
 
 
 @torch.inference_mode()
 def evaluate(
         model: nn.Module,
         loader: Any,
-        device: torch.device,
+        numerics: Numerics,
         evaluator: ClassificationEvaluator,
         label: str,
         log_interval: int,
@@ -115,8 +245,9 @@ def evaluate(
     model.eval()
     progress = Progress(loader, label, log_interval)
     for images, target in progress:
-        images = images.to(device, non_blocking=True)
-        evaluator.update(model(images), target.to(device, non_blocking=True))
+        with numerics.autocast():
+            output = model(numerics.images(images))
+        evaluator.update(output, target.to(numerics.device, non_blocking=True))
         if progress.advance(len(images)):
             figures = evaluator.summary()
             progress.show(loss=f"{figures['loss']:.4f}", top1=f"{figures['top1']:.2f}", top5=f"{figures['top5']:.2f}")

@@ -1,18 +1,32 @@
 """Models by name, with the options that shape them, and the device they run on."""
 import argparse
+import importlib
 from typing import Any
 
 import timm
 import torch
 from timm.layers import convert_splitbn_model, set_fast_norm
-from timm.models import create_model, parse_model_name, resolve_model_input_args
+from timm.models import create_model, get_pretrained_cfg, parse_model_name, resolve_model_input_args
 from torch import nn
 
 from flatten_zoo.errors import UsageError, first_line, unknown_name
 
 from .logs import log
 
-__all__ = ['build_model', 'build_training_model', 'resolve_device']
+__all__ = ['build_model', 'build_training_model', 'import_device_modules', 'resolve_device']
+
+
+def import_device_modules(names: list[str] | None) -> None:
+    """Import the modules that bring devices to torch, such as `torch_npu`.
+
+    Raises:
+        UsageError: One of them cannot be imported.
+    """
+    for name in names or ():
+        try:
+            importlib.import_module(name)
+        except ImportError as e:
+            raise UsageError(f'--device-modules {name}: {first_line(e)}') from e
 
 
 def resolve_device(name: str) -> torch.device:
@@ -62,6 +76,13 @@ def build_model(args: argparse.Namespace, pretrained: bool, **kwargs: Any) -> nn
         raise UsageError(f"cannot build the model '{args.model}': {first_line(e)}") from e
 
 
+def _has_fixed_size(args: argparse.Namespace) -> bool:
+    source, name = parse_model_name(args.model)
+    cfg = get_pretrained_cfg(name, allow_unregistered=True) if source is None else None
+    dynamic = args.model_kwargs.get('dynamic_img_size') or args.model_kwargs.get('strict_img_size') is False
+    return bool(cfg and cfg.fixed_input_size and not dynamic)
+
+
 def check_model_name(name: str) -> None:
     """Refuse the name of a model that does not exist, with near ones that do."""
     try:
@@ -74,6 +95,10 @@ def check_model_name(name: str) -> None:
 
 def build_training_model(args: argparse.Namespace) -> nn.Module:
     """A model to train: with its drop rates, start weights and classifier initialisation."""
+    if args.train_img_sizes and _has_fixed_size(args):
+        raise UsageError(
+            f"--train-img-sizes: '{args.model}' takes images of one size; "
+            f'--model-kwargs dynamic_img_size=True lets it take others, where it knows that argument')
     overlay = {'file': args.pretrained_path, 'num_classes': -1} if args.pretrained_path else None
     model = build_model(
         args,
@@ -92,6 +117,11 @@ def build_training_model(args: argparse.Namespace) -> nn.Module:
             classifier.bias.mul_(args.head_init_scale)
         if args.head_init_bias is not None:
             classifier.bias.fill_(args.head_init_bias)
+    if args.grad_checkpointing:
+        try:
+            model.set_grad_checkpointing(True)
+        except (AssertionError, AttributeError) as e:
+            raise UsageError(f"--grad-checkpointing: '{args.model}' does not have it") from e
     if args.split_bn:
         model = convert_splitbn_model(model, args.aug_splits)
     return model

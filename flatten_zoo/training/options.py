@@ -6,22 +6,43 @@ from timm.optim import list_optimizers
 from flatten_zoo.errors import UsageError, unknown_name
 
 from .config import KeyValues, OptionParser
+from .numerics import check_compilation
 
-__all__ = ['check_train_options', 'check_validate_options', 'train_parser', 'validate_parser']
+__all__ = ['REFUSED', 'check_train_options', 'check_validate_options', 'train_parser', 'validate_parser']
+
+_NAFLEX = 'left out: no model of the zoo is a NaFlex model'
+_DISTILLATION = "left out: distillation is timm's own train.py's; `flatten-zoo run` trains with it"
+_TORCHSCRIPT = 'left out with TorchScript, which torch gives up: use --torchcompile'
+_DISTRIBUTED = 'not there yet: training runs in one process'
+
+REFUSED = {
+    **dict.fromkeys((
+        'naflex_loader', 'naflex_train_seq_lens', 'naflex_max_seq_len', 'naflex_patch_sizes',
+        'naflex_patch_size_probs', 'naflex_loss_scale', 'naflex_patchify_channels_first'), _NAFLEX),
+    **dict.fromkeys((
+        'kd_model_name', 'kd_distill_type', 'kd_loss_type', 'distill_loss_weight', 'task_loss_weight',
+        'kd_temperature', 'kd_student_feature_dim', 'kd_teacher_feature_dim', 'kd_token_distill_type'), _DISTILLATION),
+    **dict.fromkeys(('torchscript', 'fuser', 'aot_autograd'), _TORCHSCRIPT),
+    **dict.fromkeys((
+        'sync_bn', 'dist_bn', 'local_rank', 'no_ddp_bb', 'synchronize_step', 'aug_repeats', 'num_gpu'), _DISTRIBUTED),
+    **dict.fromkeys(('tta', 'variable_batch_loss_scale'), 'not there yet'),
+}
 
 INTERPOLATIONS = ('bilinear', 'bicubic', 'nearest', 'lanczos', 'box', 'hamming')
 
 
 def train_parser() -> OptionParser:
     """Parser of `train.py`."""
-    parser = OptionParser(prog='train.py', description='Train an image classifier.')
+    parser = OptionParser(REFUSED, prog='train.py', description='Train an image classifier.')
     _dataset_options(parser, train=True)
     _model_options(parser)
     _input_options(parser)
     _loader_options(parser)
+    _numerics_options(parser, train=True)
     _optimizer_options(parser)
     _schedule_options(parser)
     _augmentation_options(parser)
+    _size_options(parser)
     _mixing_options(parser)
     _regularisation_options(parser)
     _ema_options(parser)
@@ -32,13 +53,15 @@ def train_parser() -> OptionParser:
 def validate_parser() -> OptionParser:
     """Parser of `validate.py`."""
     parser = OptionParser(
-        prog='validate.py',
+        REFUSED, prog='validate.py',
         description='Measure the accuracy of an image classifier: a model by its name with --pretrained or '
                     '--checkpoint FILE, or a run of train.py with --checkpoint FOLDER, whose args.yaml then says '
                     'which model, data and image size.')
     _dataset_options(parser, train=False)
     group = parser.add_argument_group('model')
-    group.add_argument('--model', '-m', default='dpn92', metavar='NAME', help='model, by its timm name')
+    group.add_argument(
+        '--model', '-m', default='dpn92', metavar='NAME',
+        help="model, by its timm name; or a wildcard ('flatten_*'), 'all', or a file with a name on each line")
     group.add_argument('--pretrained', action='store_true', help='load the released weights')
     group.add_argument(
         '--checkpoint', default='', type=str, metavar='PATH',
@@ -52,8 +75,20 @@ def validate_parser() -> OptionParser:
     group.add_argument('--use-train-size', action='store_true', help="the model's training size, not its test size")
     group.add_argument('--crop-mode', type=str, choices=('squash', 'border', 'center'), help='how to crop')
     group.add_argument('--crop-border-pixels', type=int, metavar='N', help='pixels to cut off every border')
+    group.add_argument(
+        '--real-labels', default='', type=str, metavar='FILE', help='JSON file of the reassessed ImageNet labels')
+    group.add_argument(
+        '--valid-labels', default='', type=str, metavar='FILE',
+        help='file with the indices of the classes to choose among, for data with some of the classes')
+    group.add_argument(
+        '--tf-preprocessing', action='store_true', help='decode and resize as TensorFlow does (needs tensorflow)')
     group.add_argument('-b', '--batch-size', type=int, default=256, metavar='N', help='images per batch')
+    group.add_argument(
+        '--metrics-avg', type=str, choices=('micro', 'macro', 'weighted'),
+        help='also precision, recall and F1, so averaged over the classes')
+    group.add_argument('--retry', action='store_true', help='try smaller batches where memory does not suffice')
     _loader_options(parser)
+    _numerics_options(parser, train=False)
     group = parser.add_argument_group('output')
     group.add_argument('--log-freq', type=int, default=10, metavar='N', help='batches between log lines')
     group.add_argument('--results-file', type=str, default='', metavar='FILE', help='write the results there')
@@ -92,6 +127,11 @@ def _model_options(parser: OptionParser) -> None:
     group.add_argument('--pretrained-path', type=str, metavar='FILE', help='a local file in place of the released one')
     group.add_argument(
         '--initial-checkpoint', default='', type=str, metavar='FILE', help='load this checkpoint into the new model')
+    group.add_argument(
+        '--resume', default='', type=str, metavar='FILE',
+        help="continue a run from this checkpoint; 'auto': from the experiment's own last one, if there is one yet")
+    group.add_argument(
+        '--no-resume-opt', action='store_true', help="do not continue with the checkpoint's optimizer state")
     _head_options(group)
     group.add_argument('--head-init-scale', type=float, metavar='X', help='factor on the initial classifier weights')
     group.add_argument('--head-init-bias', type=float, metavar='X', help='initial classifier bias')
@@ -128,6 +168,29 @@ def _loader_options(parser: OptionParser) -> None:
     group.add_argument('--seed', type=int, default=42, help='random seed')
 
 
+def _numerics_options(parser: OptionParser, train: bool) -> None:
+    group = parser.add_argument_group('numerics and memory')
+    group.add_argument('--amp', action='store_true', help='mixed precision')
+    group.add_argument(
+        '--amp-dtype', type=str, default='float16', choices=('float16', 'bfloat16'),
+        help='lower precision of --amp; float16 scales the loss, bfloat16 needs no such thing')
+    group.add_argument(
+        '--model-dtype', type=str, choices=('float32', 'float16', 'bfloat16'),
+        help='type of weights and images throughout, without --amp')
+    group.add_argument('--channels-last', action='store_true', help='memory layout with the channels last')
+    group.add_argument(
+        '--torchcompile', nargs='?', type=str, const='inductor', metavar='BACKEND',
+        help='compile the model; with inductor if no backend is given')
+    group.add_argument('--torchcompile-mode', type=str, metavar='MODE', help='mode of the compilation')
+    if train:
+        group.add_argument(
+            '--grad-accum-steps', type=int, default=1, metavar='N', help='batches whose gradients make one update')
+        group.add_argument(
+            '--grad-checkpointing', action='store_true', help='compute activations twice to save their memory')
+        group.add_argument(
+            '--device-modules', type=str, nargs='+', metavar='MODULE', help='modules to import for other devices')
+
+
 def _optimizer_options(parser: OptionParser) -> None:
     group = parser.add_argument_group('optimizer')
     group.add_argument('--opt', default='sgd', type=str, metavar='NAME', help="optimizer, by timm's name")
@@ -154,10 +217,10 @@ def _schedule_options(parser: OptionParser) -> None:
     group.add_argument('--sched-on-updates', action='store_true', help='step it on every update, not every epoch')
     group.add_argument('--lr', type=float, metavar='X', help='learning rate; from --lr-base if not given')
     group.add_argument('--lr-base', type=float, default=0.1, metavar='X', help='learning rate at --lr-base-size')
-    group.add_argument('--lr-base-size', type=int, default=256, metavar='N', help='images per step of --lr-base')
+    group.add_argument('--lr-base-size', type=int, default=256, metavar='N', help='images per update of --lr-base')
     group.add_argument(
         '--lr-base-scale', type=str, default='', choices=('', 'linear', 'sqrt'),
-        help='how it scales with the images per step; sqrt for adaptive optimizers and linear otherwise if not given')
+        help='how it scales with the images per update; sqrt for adaptive optimizers and linear otherwise if not given')
     group.add_argument('--lr-noise', type=float, nargs='+', metavar='X', help='noise on and off, in parts of the run')
     group.add_argument('--lr-noise-pct', type=float, default=0.67, metavar='X', help='limit of the noise')
     group.add_argument('--lr-noise-std', type=float, default=1.0, metavar='X', help='deviation of the noise')
@@ -205,6 +268,24 @@ def _augmentation_options(parser: OptionParser) -> None:
         '--worker-seeding', type=str, default='all', choices=('all', 'part'), help='random generators to seed')
 
 
+def _size_options(parser: OptionParser) -> None:
+    group = parser.add_argument_group('several image sizes')
+    group.add_argument(
+        '--train-img-sizes', type=int, nargs='+', metavar='N', help='sides of square images, one drawn for each batch')
+    group.add_argument('--train-batch-sizes', type=int, nargs='+', metavar='N', help='images per batch at each of them')
+    group.add_argument('--train-size-probs', type=float, nargs='+', metavar='P', help='how often each is drawn')
+    group.add_argument(
+        '--train-size-schedule', type=str, default='constant', choices=('constant', 'progressive'),
+        help='progressive moves from the first size to the last over the epochs')
+    group.add_argument(
+        '--train-size-schedule-spread', type=float, default=0.65, metavar='X',
+        help='width of the progressive choice, in sizes')
+    group.add_argument(
+        '--train-size-random-mix', type=float, default=0.1, metavar='P', help='part of it that is drawn from all sizes')
+    group.add_argument(
+        '--train-batches-per-epoch', '--train-steps-per-epoch', type=int, metavar='N', help='batches per epoch')
+
+
 def _mixing_options(parser: OptionParser) -> None:
     group = parser.add_argument_group('loss and mixing')
     group.add_argument('--smoothing', type=float, default=0.1, metavar='X', help='label smoothing')
@@ -244,12 +325,21 @@ def _ema_options(parser: OptionParser) -> None:
 
 def _output_options(parser: OptionParser) -> None:
     group = parser.add_argument_group('evaluation and output')
-    group.add_argument('-b', '--batch-size', type=int, default=128, metavar='N', help='images per training step')
+    group.add_argument('-b', '--batch-size', type=int, default=128, metavar='N', help='images per training batch')
     group.add_argument('-vb', '--validation-batch-size', type=int, metavar='N', help='the same if not given')
     group.add_argument('--eval-metric', type=str, default='top1', choices=('top1', 'top5', 'loss'), help='best by what')
     group.add_argument('--val-interval', type=int, default=1, metavar='N', help='epochs between validations')
     group.add_argument('--log-interval', type=int, default=50, metavar='N', help='batches between log lines')
     group.add_argument('--checkpoint-hist', type=int, default=10, metavar='N', help='checkpoints to keep')
+    group.add_argument(
+        '--recovery-interval', type=int, default=0, metavar='N', help='updates between recovery checkpoints, 0: none')
+    group.add_argument(
+        '--use-multi-epochs-loader', action='store_true',
+        help="keep the loader's processes from epoch to epoch; a resumed run then has other random numbers")
+    group.add_argument('--log-wandb', action='store_true', help='log every epoch to Weights & Biases (needs wandb)')
+    group.add_argument('--wandb-project', type=str, metavar='NAME', help='project there')
+    group.add_argument('--wandb-tags', type=str, nargs='+', default=[], metavar='TAG', help='tags there')
+    group.add_argument('--wandb-resume-id', type=str, default='', metavar='ID', help='run there to continue')
     group.add_argument('--save-images', action='store_true', help='save training batches at every log interval')
     group.add_argument('--output', default='', type=str, metavar='DIR', help='parent of the output, output/train')
     group.add_argument('--experiment', default='', type=str, metavar='NAME', help='folder in it; date, model and size')
@@ -262,14 +352,18 @@ def check_train_options(args: argparse.Namespace) -> None:
         UsageError: The option, its value and what would be right.
     """
     _check_minimum(args, 1, 'batch_size', 'validation_batch_size', 'epochs', 'val_interval', 'log_interval',
-                   'checkpoint_hist', 'lr_base_size', 'recount', 'lr_cycle_limit', *_SIZES)
+                   'checkpoint_hist', 'lr_base_size', 'recount', 'lr_cycle_limit', 'grad_accum_steps', *_SIZES)
     _check_minimum(args, 0, 'workers', 'warmup_epochs', 'cooldown_epochs', 'start_epoch', 'mixup_off_epoch', 'lr',
-                   'lr_base', 'weight_decay', 'mixup', 'cutmix', 'clip_grad', 'aug_splits')
+                   'lr_base', 'weight_decay', 'mixup', 'cutmix', 'clip_grad', 'aug_splits', 'recovery_interval')
     _check_probability(args, 'hflip', 'vflip', 'reprob', 'mixup_prob', 'mixup_switch_prob', 'color_jitter_prob',
                        'grayscale_prob', 'gaussian_blur_prob', 'smoothing', 'drop', 'drop_connect', 'drop_path',
                        'drop_block', 'model_ema_decay')
     _check_pair(args, 'scale', 'ratio', 'cutmix_minmax')
     _check_input(args)
+    _check_numerics(args)
+    _check_sizes(args)
+    if args.model_dtype == 'float16' and args.model_ema:
+        raise UsageError('--model-dtype float16 is too coarse for --model-ema: use bfloat16, or --amp in its place')
     optimizer = args.opt.lower().removeprefix('lookahead_')
     if optimizer not in list_optimizers():
         raise unknown_name('optimizer', args.opt, list_optimizers())
@@ -295,6 +389,7 @@ def check_validate_options(args: argparse.Namespace) -> None:
     _check_minimum(args, 1, 'batch_size', 'log_freq', *_SIZES)
     _check_minimum(args, 0, 'workers')
     _check_input(args)
+    _check_numerics(args)
 
 
 _SIZES = ('img_size', 'in_chans', 'num_classes')
@@ -331,6 +426,40 @@ def _check_input(args: argparse.Namespace) -> None:
             raise UsageError(f'{_flag(name)} {value}: must be one value, or one for each of {channels} channels')
     if args.crop_pct is not None and args.crop_pct <= 0:
         raise UsageError(f'--crop-pct {args.crop_pct}: must be positive')
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
+    sizes = args.train_img_sizes
+    dependent = ('train_batch_sizes', 'train_size_probs', 'train_batches_per_epoch')
+    for name in dependent if not sizes else ():
+        if getattr(args, name) is not None:
+            raise UsageError(f'{_flag(name)} needs --train-img-sizes')
+    if not sizes:
+        return
+    for name in dependent[:2]:
+        value = getattr(args, name)
+        if value is not None and len(value) != len(sizes):
+            raise UsageError(f'{_flag(name)} {value}: must be one value for each of {len(sizes)} --train-img-sizes')
+    if min(sizes + (args.train_batch_sizes or [])) < 1 or min(args.train_size_probs or [0]) < 0:
+        raise UsageError('--train-img-sizes and --train-batch-sizes must be positive, --train-size-probs not negative')
+    if args.train_size_probs and not sum(args.train_size_probs):
+        raise UsageError('--train-size-probs: one of them must be positive')
+    if args.train_size_schedule == 'progressive' and len(sizes) < 2:
+        raise UsageError('--train-size-schedule progressive needs two or more --train-img-sizes')
+    if args.aug_splits or args.use_multi_epochs_loader:
+        other = '--aug-splits' if args.aug_splits else '--use-multi-epochs-loader'
+        raise UsageError(f'--train-img-sizes does not go with {other}')
+    if (args.mixup > 0 or args.cutmix > 0 or args.cutmix_minmax) and any(n % 2 for n in args.train_batch_sizes or []):
+        raise UsageError('--train-batch-sizes: --mixup and --cutmix pair images, so they must be even')
+    _check_minimum(args, 1, 'train_batches_per_epoch')
+    _check_minimum(args, 0, 'train_size_schedule_spread')
+    _check_probability(args, 'train_size_random_mix')
+
+
+def _check_numerics(args: argparse.Namespace) -> None:
+    if args.amp and args.model_dtype not in (None, 'float32'):
+        raise UsageError(f'--amp keeps the weights in float32: leave out --model-dtype {args.model_dtype}, or --amp')
+    check_compilation(args)
 
 
 def _flag(name: str) -> str:

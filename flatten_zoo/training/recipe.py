@@ -1,5 +1,6 @@
 """What the options make of learning: loss, optimizer and schedule."""
 import argparse
+import math
 from typing import Any
 
 import torch
@@ -13,11 +14,11 @@ from flatten_zoo.errors import UsageError
 
 from .data import mixup_arguments
 
-__all__ = ['build_optimizer', 'build_scheduler', 'build_task']
+__all__ = ['build_optimizer', 'build_scheduler', 'build_task', 'updates_per_epoch']
 
 
 def build_task(args: argparse.Namespace, model: nn.Module, device: torch.device) -> ClassificationTask:
-    """Model, loss and average of the weights."""
+    """Model, loss and average of the weights, compiled if asked for."""
     loss: dict[str, Any] = {'smoothing': args.smoothing, 'soft_targets': mixup_arguments(args) is not None}
     if args.jsd_loss:
         loss |= {'loss_type': 'jsd', 'jsd_splits': args.aug_splits}
@@ -33,13 +34,17 @@ def build_task(args: argparse.Namespace, model: nn.Module, device: torch.device)
         task.setup_ema(
             decay=args.model_ema_decay, use_warmup=args.model_ema_warmup,
             device=torch.device('cpu') if args.model_ema_force_cpu else None)
+    if args.torchcompile:
+        task.compile(backend=args.torchcompile, mode=args.torchcompile_mode)
+        if args.model_ema and not args.model_ema_force_cpu:
+            task.compile_ema(backend=args.torchcompile, mode=args.torchcompile_mode)
     return task
 
 
 def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
-    """timm's optimizer of that name; without `--lr`, the rate follows from `--lr-base` and the images per step."""
+    """timm's optimizer of that name; without `--lr`, the rate follows from `--lr-base` and the images per update."""
     if args.lr is None:
-        ratio = args.batch_size / args.lr_base_size
+        ratio = args.batch_size * args.grad_accum_steps / args.lr_base_size
         if not args.lr_base_scale:
             adaptive = any(name in args.opt.lower() for name in ('ada', 'lamb'))
             args.lr_base_scale = 'sqrt' if adaptive else 'linear'
@@ -50,20 +55,33 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.O
         raise UsageError(f"cannot build the optimizer '{args.opt}': {e}") from e
 
 
+def updates_per_epoch(args: argparse.Namespace, batches: int) -> int:
+    """Updates of the weights in an epoch of so many batches."""
+    return math.ceil(batches / args.grad_accum_steps)
+
+
 def build_scheduler(
         args: argparse.Namespace,
         optimizer: torch.optim.Optimizer,
-        updates_per_epoch: int,
+        updates: int,
+        start: int,
 ) -> tuple[Scheduler | None, int]:
-    """timm's schedule of that name, set to the first epoch, and the number of epochs with everything included."""
+    """timm's schedule of that name, set to the first epoch, and the number of epochs with everything included.
+
+    Args:
+        args: Options of `train.py`.
+        optimizer: What to schedule.
+        updates: Updates per epoch.
+        start: First epoch.
+    """
     try:
         scheduler, epochs = create_scheduler_v2(
-            optimizer, **scheduler_kwargs(args), updates_per_epoch=updates_per_epoch)
+            optimizer, **scheduler_kwargs(args), updates_per_epoch=updates)
     except (AssertionError, ValueError) as e:
         raise UsageError(f"cannot build the schedule '{args.sched}': {e}") from e
-    if (args.start_epoch or 0) >= epochs:
+    if args.start_epoch is not None and start >= epochs:
         raise UsageError(f'--start-epoch {args.start_epoch}: the schedule ends after {epochs} epochs')
-    if scheduler is not None and args.start_epoch:
-        scheduler.step_update(args.start_epoch * updates_per_epoch)
-        scheduler.step(args.start_epoch)
+    if scheduler is not None and start:
+        scheduler.step_update(start * updates)
+        scheduler.step(start)
     return scheduler, epochs

@@ -1,4 +1,5 @@
 """What a run leaves for people: a table, a picture of the curves, and closing words."""
+import argparse
 import csv
 import shlex
 import sys
@@ -8,11 +9,41 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
+from flatten_zoo.errors import UsageError, first_line
 from flatten_zoo.weights.checkpoint import write_beside
 
-__all__ = ['draw_curves', 'figures_text', 'next_command']
+__all__ = ['draw_curves', 'figures_text', 'next_command', 'start_wandb', 'trim_summary']
 
 matplotlib.use('Agg')
+
+
+def start_wandb(args: argparse.Namespace, name: str) -> None:
+    """Begin a run on Weights & Biases, or continue the one that the options name.
+
+    Raises:
+        UsageError: The package is missing, or it cannot begin.
+    """
+    try:
+        import wandb
+    except ImportError as e:
+        raise UsageError('--log-wandb needs the package wandb: pip install wandb') from e
+    try:
+        wandb.init(
+            project=args.wandb_project, name=name, config=vars(args), tags=args.wandb_tags,
+            id=args.wandb_resume_id or None, resume='must' if args.wandb_resume_id else None)
+    except Exception as e:
+        raise UsageError(f'--log-wandb: {first_line(e)}') from e
+
+
+def trim_summary(summary: Path, epochs: int) -> None:
+    """Keep the whole rows of the first epochs of a `summary.csv`, as the others will be written again."""
+    if not summary.is_file():
+        return
+    with summary.open(newline='') as file:
+        header, *rows = list(csv.reader(file)) or [[]]
+    kept = [row for row in rows if len(row) == len(header) and row[0].isdigit() and int(row[0]) < epochs]
+    with write_beside(summary) as temporary, temporary.open('w', newline='') as file:
+        csv.writer(file).writerows([header, *kept] if kept else [])
 
 
 def draw_curves(summary: Path, picture: Path) -> None:

@@ -5,32 +5,33 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from timm.data import Mixup
-from timm.utils import get_outdir, random_seed, update_summary
+from timm.utils import random_seed, update_summary
 from torch import nn
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from flatten_zoo.errors import UsageError
+from flatten_zoo.weights import read_checkpoint
 
-from .checkpoints import BEST, LAST, Checkpoints, load_weights
+from .checkpoints import BEST, LAST, Checkpoints, last_checkpoint, load_weights
 from .config import write_options_file
 from .data import evaluation_loader, input_config, mixup_arguments, open_splits, training_loader
 from .engine import Trainer, evaluate
-from .interrupts import interrupts_between_batches, raise_if_interrupted
+from .interrupts import Terminated, exit_status, interrupts_between_batches, raise_if_interrupted
 from .logs import log, setup_logging
-from .models import build_training_model, resolve_device
+from .models import build_training_model, import_device_modules, resolve_device
+from .numerics import Numerics
 from .options import check_train_options, train_parser
-from .recipe import build_optimizer, build_scheduler, build_task
+from .recipe import build_optimizer, build_scheduler, build_task, updates_per_epoch
 from .report import draw_curves, figures_text, next_command
+from .resume import find_resumed, first_epoch, resume
 
 __all__ = ['main']
-
-INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the command line says.
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Command line without the program's name; `sys.argv` if None.
 
     Returns:
-        Exit status: 0, or 130 after Ctrl-C.
+        Exit status: 0, or 130 after Ctrl-C, or 143 after SIGTERM, which first saves a recovery checkpoint.
 
     Raises:
         UsageError: What was asked for cannot be done.
@@ -51,14 +52,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_train_options(args)
         run = prepare(args)
         with interrupts_between_batches():
-            run.train()
-    except KeyboardInterrupt:
-        last = run and run.folder / LAST
-        if last and last.exists():
+            try:
+                run.train()
+            except Terminated:
+                run.save_recovery()
+                raise
+    except KeyboardInterrupt as e:
+        last = run and last_checkpoint(run.folder)
+        if last:
             log.info('interrupted; the last complete checkpoint is %s', last)
         else:
             log.info('interrupted before the first checkpoint')
-        return INTERRUPTED
+        return exit_status(e)
     return 0
 
 
@@ -73,6 +78,7 @@ class Run:
         loader_eval: Validation batches, None without validation.
         saver: Keeps the checkpoints.
         epochs: Number of epochs, warm-up prefix and cooldown included.
+        epoch: The current epoch, at first the one to start with.
     """
     args: argparse.Namespace
     folder: Path
@@ -80,15 +86,17 @@ class Run:
     loader_eval: Any
     saver: Checkpoints
     epochs: int
+    epoch: int
 
     def train(self) -> None:
         """Train every epoch; validate, record and save after each; report at the end."""
         started = time.monotonic()
-        first = self.args.start_epoch or 0
+        first = self.epoch
         for epoch in range(first, self.epochs):
+            self.epoch = epoch
             raise_if_interrupted()
             label = f'epoch {epoch}/{self.epochs}'
-            train_figures = self.trainer.train_epoch(epoch, label)
+            train_figures = self.trainer.train_epoch(epoch, label, partial(self.saver.save_recovery, epoch))
             figures = self._validate(epoch, label)
             best = self._record(epoch, train_figures, figures)
             elapsed = time.monotonic() - started
@@ -98,6 +106,12 @@ class Run:
                 label, train_figures['loss'], figures_text(figures) if figures else 'not validated', best,
                 tqdm.format_interval(elapsed), tqdm.format_interval(left))
         self._report()
+
+    def save_recovery(self) -> None:
+        """Save what the current epoch has come to, if that is more than the last checkpoint has."""
+        position = self.trainer.position
+        if position is not None and position.batches:
+            self.saver.save_recovery(self.epoch, position.batches)
 
     def _validate(self, epoch: int, label: str) -> OrderedDict[str, float] | None:
         """Figures of the model, or of the average of its weights where there is one on the device."""
@@ -113,7 +127,7 @@ class Run:
 
     def _evaluate(self, model: nn.Module, label: str) -> OrderedDict[str, float]:
         evaluator = self.trainer.task.create_evaluator()
-        return evaluate(model, self.loader_eval, self.trainer.device, evaluator, label, self.args.log_interval)
+        return evaluate(model, self.loader_eval, self.trainer.numerics, evaluator, label, self.args.log_interval)
 
     def _record(
             self,
@@ -132,9 +146,10 @@ class Run:
         update_summary(epoch, train_figures, columns, summary, lr=trainer.learning_rate())
         draw_curves(summary, self.folder / 'curves.png')
         metric = figures and figures[args.eval_metric]
-        best, best_epoch = self.saver.save_checkpoint(epoch, metric)
         if trainer.scheduler is not None:
             trainer.scheduler.step(epoch + 1, metric)
+        trainer.position = None
+        best, best_epoch = self.saver.save_checkpoint(epoch, metric)
         return 'unknown' if best is None else f'{args.eval_metric} {best:.4g} at epoch {best_epoch}'
 
     def _report(self) -> None:
@@ -148,37 +163,48 @@ class Run:
 
 def prepare(args: argparse.Namespace) -> Run:
     """Build everything a run needs; the output folder comes last, so that bad input leaves none behind."""
-    device = resolve_device(args.device)
+    import_device_modules(args.device_modules)
+    numerics = Numerics.from_options(args, resolve_device(args.device))
     random_seed(args.seed)
+    resumed = find_resumed(args)
+    checkpoint = read_checkpoint(resumed) if resumed else None
+    start = first_epoch(args, checkpoint)
     args.data_dir, args.data = args.data or args.data_dir, None
     model = build_training_model(args)
-    if args.initial_checkpoint:
+    if resumed:
+        load_weights(model, resumed, use_ema=False)
+    elif args.initial_checkpoint:
         load_weights(model, args.initial_checkpoint, use_ema=None, adapt=True)
     args.num_classes = model.num_classes
     config = input_config(args, model)
     train_set, eval_set = open_splits(args, channels=config['input_size'][0])
-    loader = training_loader(args, train_set, config, device)
+    loader = training_loader(args, train_set, config, numerics)
     eval_batch = args.validation_batch_size or args.batch_size
-    loader_eval = evaluation_loader(args, eval_set, config, device, eval_batch) if eval_set is not None else None
+    loader_eval = evaluation_loader(args, eval_set, config, numerics, eval_batch) if eval_set is not None else None
 
-    task = build_task(args, model.to(device), device)
+    task = build_task(args, numerics.place(model), numerics.device)
     optimizer = build_optimizer(args, model)
-    scheduler, epochs = build_scheduler(args, optimizer, updates_per_epoch=len(loader))
+    updates = updates_per_epoch(args, len(loader))
+    scheduler, epochs = build_scheduler(args, optimizer, updates, start)
     mixup = mixup_arguments(args)
-    folder = output_folder(args, size=config['input_size'][-1])
+    folder = output_folder(args, size=config['input_size'][-1], resumed=resumed)
     trainer = Trainer(
-        args, device, task, optimizer, scheduler, loader,
+        args, numerics, task, optimizer, scheduler, loader,
         mixup=Mixup(**mixup) if mixup and args.no_prefetcher else None, folder=folder)
-    trainer.updates = (args.start_epoch or 0) * len(loader)
+    trainer.updates = start * updates
     saver = Checkpoints(
-        model, optimizer, args=args, task=task, checkpoint_dir=str(folder), recovery_dir=str(folder),
-        decreasing=args.eval_metric == 'loss', max_history=args.checkpoint_hist)
+        state=trainer.state_dict, model=model, optimizer=optimizer, args=args, task=task, checkpoint_dir=str(folder),
+        recovery_dir=str(folder), decreasing=args.eval_metric == 'loss', max_history=args.checkpoint_hist)
+    run = Run(args, folder, trainer, loader_eval, saver, epochs, start)
+    if resumed:
+        resume(run, resumed, checkpoint)
+    make_folder(folder)
     write_options_file(folder / 'args.yaml', args)
     log.info(
         '%s with %.2f M parameters on %s: %s images, %d classes, %s for training and %s for validation', args.model,
-        sum(p.numel() for p in model.parameters()) / 1e6, device, ' × '.join(map(str, config['input_size'])),
+        sum(p.numel() for p in model.parameters()) / 1e6, numerics.device, ' × '.join(map(str, config['input_size'])),
         args.num_classes, size_text(train_set), size_text(eval_set))
-    return Run(args, folder, trainer, loader_eval, saver, epochs)
+    return run
 
 
 def size_text(dataset: Dataset | None) -> str:
@@ -188,17 +214,24 @@ def size_text(dataset: Dataset | None) -> str:
     return str(len(dataset) or 'a stream')
 
 
-def output_folder(args: argparse.Namespace, size: int) -> Path:
-    """A new folder for the run; one that holds another run's checkpoints is refused.
+def output_folder(args: argparse.Namespace, size: int, resumed: Path | None) -> Path:
+    """The folder for the run, which does not make it yet.
 
     Raises:
-        UsageError: The folder is taken, or cannot be made.
+        UsageError: The folder holds checkpoints of another run, or later ones than that to continue from.
     """
     name = args.experiment or f'{datetime.datetime.now():%Y%m%d-%H%M%S}-{args.model.replace("/", "_")}-{size}'
-    parent = args.output or 'output/train'
-    if (Path(parent, name) / LAST).exists():
-        raise UsageError(f"'{Path(parent, name)}' holds an earlier run: choose another --experiment, or remove it")
+    folder = Path(args.output or 'output/train', name)
+    last = last_checkpoint(folder)
+    if last is not None and (resumed is None or last.resolve() != resumed.resolve()):
+        raise UsageError(
+            f"'{folder}' holds an earlier run: choose another --experiment, or continue it with --resume auto")
+    return folder
+
+
+def make_folder(folder: Path) -> None:
+    """Make the output folder."""
     try:
-        return Path(get_outdir(parent, name))
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise UsageError(f"cannot make the output folder '{Path(parent, name)}': {e.strerror}") from e
+        raise UsageError(f"cannot make the output folder '{folder}': {e.strerror}") from e

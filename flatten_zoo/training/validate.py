@@ -8,20 +8,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import timm
+import torch
 from timm.layers import apply_test_time_pool
-from timm.task.evaluator import ClassificationEvaluator
-from timm.utils import random_seed, reparameterize_model
+from timm.utils import decay_batch_step, random_seed, reparameterize_model
+from torch import nn
 
 from flatten_zoo.errors import UsageError
+from flatten_zoo.models import RELEASES
+from flatten_zoo.models._released import TAG
 from flatten_zoo.weights.checkpoint import write_beside
 
 from .checkpoints import load_weights, run_checkpoint
 from .config import OptionParser, read_options_file
 from .data import check_classes, evaluation_loader, input_config, open_dataset
 from .engine import evaluate
-from .interrupts import interrupts_between_batches
+from .imagenet import LabelledEvaluator, read_real_labels, read_valid_labels
+from .interrupts import exit_status, interrupts_between_batches
 from .logs import log, setup_logging
 from .models import build_model, resolve_device
+from .numerics import Numerics
 from .options import check_validate_options, train_parser, validate_parser
 from .report import figures_text
 
@@ -35,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Command line without the program's name; `sys.argv` if None.
 
     Returns:
-        Exit status: 0, or 130 after Ctrl-C.
+        Exit status: 0, or 130 after Ctrl-C, or 143 after SIGTERM.
 
     Raises:
         UsageError: What was asked for cannot be done.
@@ -43,21 +49,93 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup_logging()
     try:
         args = parse(argv)
+        names = model_names(args)
         with interrupts_between_batches():
-            results = validate(args)
-    except KeyboardInterrupt:
+            results, failed = validate_all(args, names)
+    except KeyboardInterrupt as e:
         log.info('interrupted')
-        return 130
-    log.info('%s: %s  %.1f images/s', results['model'], figures_text({k: results[k] for k in FIGURES}),
-             results['throughput'])
-    if args.results_file:
-        write_results(Path(args.results_file), results, args.results_format)
+        return exit_status(e)
+    if args.results_file and results:
         log.info('written to %s', args.results_file)
-    print(f'--result\n{json.dumps(results, indent=4)}')
+    print(f'--result\n{json.dumps(results if len(names) > 1 else results[0], indent=4)}')
+    if failed:
+        raise UsageError(f'{len(failed)} of {len(names)} models could not be validated: {", ".join(failed)}')
     return 0
 
 
 FIGURES = ('loss', 'top1', 'top5')
+IMAGENET_IMAGES, IMAGENET_CLASSES = 50_000, 1000
+
+
+def model_names(args: argparse.Namespace) -> list[str]:
+    """The models that `--model` stands for: one, all released ones that fit a wildcard, or those that a file lists.
+
+    Raises:
+        UsageError: No model fits, or a checkpoint is given for several.
+    """
+    if set('*?[') & set(args.model) or args.model == 'all':
+        names = timm.list_models('' if args.model == 'all' else args.model, pretrained=True)
+        if not names:
+            raise UsageError(f"--model '{args.model}': no model with released weights fits")
+    elif not timm.is_model(args.model) and Path(args.model).is_file():
+        names = [line.strip() for line in Path(args.model).read_text().splitlines() if line.strip()]
+        if not names:
+            raise UsageError(f"--model '{args.model}': the file names no model")
+    else:
+        return [args.model]
+    if args.checkpoint:
+        raise UsageError(f"--model '{args.model}' stands for {len(names)} models, but --checkpoint is of one")
+    return names
+
+
+def validate_all(args: argparse.Namespace, names: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Evaluate models one after the other, and write the results so far after each.
+
+    Among several, one that cannot be evaluated does not keep the others from it.
+
+    Returns:
+        Results, the best top-1 first, and the names of those that failed.
+    """
+    results, failed = [], []
+    for name in names:
+        try:
+            result = validate_with_retries(argparse.Namespace(**{**vars(args), 'model': name}))
+        except UsageError as e:
+            if len(names) == 1:
+                raise
+            log.info('%s: %s', name, e)
+            failed.append(name)
+            continue
+        log.info('%s: %s  %.1f images/s', name, figures_text({k: result[k] for k in FIGURES}), result['throughput'])
+        if 'expected_top1' in result:
+            log.info('%s: top1 %.3f expected, difference %+.3f', name, result['expected_top1'], result['difference'])
+        results = sorted([*results, result], key=lambda row: -row['top1'])
+        if args.results_file:
+            write_results(Path(args.results_file), results, args.results_format, several=len(names) > 1)
+    return results, failed
+
+
+def validate_with_retries(args: argparse.Namespace) -> dict[str, Any]:
+    """`validate`, where `--retry` is given with ever smaller batches until the device's memory suffices."""
+    while True:
+        try:
+            return validate(args)
+        except torch.OutOfMemoryError as e:
+            smaller = decay_batch_step(args.batch_size)
+            if not args.retry or not smaller:
+                hint = 'give a smaller --batch-size, or --retry' if smaller else 'the model is too large'
+                raise UsageError(f'the memory does not suffice for --batch-size {args.batch_size}: {hint}') from e
+        log.info('the memory does not suffice for batches of %d: trying %d', args.batch_size, smaller)
+        args.batch_size = smaller
+
+
+def expected_top1(model: nn.Module, images: int) -> float | None:
+    """The top-1 in percent that a released model's authors report, where it was measured on all of ImageNet-1K."""
+    cfg = model.pretrained_cfg
+    if cfg.get('tag') != TAG or images != IMAGENET_IMAGES or model.num_classes != IMAGENET_CLASSES:
+        return None
+    release = RELEASES.get(cfg.get('architecture'))
+    return release and release.top1
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -92,6 +170,8 @@ def run_options(folder: Path, parser: OptionParser) -> dict[str, Any]:
         'num_samples': run['val_num_samples'],
         'batch_size': run['validation_batch_size'] or run['batch_size'],
         'use_train_size': True,
+        'torchcompile': None,
+        'torchcompile_mode': None,
         'use_ema': run['model_ema'] and not run['model_ema_force_cpu'],
     }
 
@@ -100,11 +180,12 @@ def validate(args: argparse.Namespace) -> dict[str, Any]:
     """Evaluate a model on all of a split.
 
     Returns:
-        What was evaluated and how, loss, accuracies and errors in percent, and images per second.
+        What was evaluated and how, loss, accuracies and errors in percent, images per second, and for official
+        weights on ImageNet-1K the authors' top-1 and how far this one is from it.
     """
-    device = resolve_device(args.device)
+    numerics = Numerics.from_options(args, resolve_device(args.device))
     random_seed(args.seed)
-    model = build_model(args, pretrained=args.pretrained or not args.checkpoint)
+    model = released = build_model(args, pretrained=args.pretrained or not args.checkpoint)
     if args.checkpoint:
         load_weights(model, args.checkpoint, use_ema=args.use_ema)
     if args.reparam:
@@ -116,12 +197,23 @@ def validate(args: argparse.Namespace) -> dict[str, Any]:
         config['crop_pct'] = 1.0 if pooled else config['crop_pct']
     dataset = open_dataset(
         args, args.split, config['input_size'][0], args.batch_size, args.num_samples, alone_is_fine=True)
+    valid_labels = read_valid_labels(args, num_classes)
+    if valid_labels is not None:
+        num_classes = len(valid_labels)
     check_classes(dataset, num_classes, args.model)
-    loader = evaluation_loader(args, dataset, config, device, args.batch_size, args.crop_border_pixels)
-    evaluator = ClassificationEvaluator(device=device)
+    loader = evaluation_loader(
+        args, dataset, config, numerics, args.batch_size, args.crop_border_pixels, args.tf_preprocessing)
+    real_labels = read_real_labels(args, dataset, num_classes)
+    evaluator = LabelledEvaluator(numerics.device, valid_labels, real_labels, args.metrics_avg)
+    model = numerics.place(model)
+    if args.torchcompile:
+        model = torch.compile(model, backend=args.torchcompile, mode=args.torchcompile_mode)
     started = time.monotonic()
-    figures = evaluate(model.to(device), loader, device, evaluator, args.model, args.log_freq)
+    figures = evaluate(model, loader, numerics, evaluator, args.model, args.log_freq)
     elapsed = time.monotonic() - started
+    expected = None if args.checkpoint or real_labels else expected_top1(released, evaluator.num_samples)
+    comparison = {} if expected is None else {
+        'expected_top1': expected, 'difference': round(figures['top1'] - expected, 4)}
     return {
         'model': args.model,
         'checkpoint': args.checkpoint,
@@ -137,22 +229,24 @@ def validate(args: argparse.Namespace) -> dict[str, Any]:
         'crop_pct': config['crop_pct'],
         'crop_mode': config['crop_mode'],
         'interpolation': config['interpolation'],
+        **{name: round(figures[name], 4) for name in ('precision', 'recall', 'f1_score') if name in figures},
+        **comparison,
     }
 
 
-def write_results(path: Path, results: dict[str, Any], file_format: str) -> None:
-    """Write the results as a JSON object or a CSV table of one row.
+def write_results(path: Path, results: list[dict[str, Any]], file_format: str, several: bool) -> None:
+    """Write the results as a JSON list, or an object where there is only one model, or a CSV table.
 
     Raises:
         UsageError: The file cannot be written.
     """
     text = io.StringIO()
     if file_format == 'json':
-        json.dump(results, text, indent=4)
+        json.dump(results if several else results[0], text, indent=4)
     else:
-        writer = csv.DictWriter(text, fieldnames=results)
+        writer = csv.DictWriter(text, fieldnames=dict.fromkeys(name for row in results for name in row))
         writer.writeheader()
-        writer.writerow(results)
+        writer.writerows(results)
     try:
         with write_beside(path) as temporary:
             temporary.write_text(text.getvalue())

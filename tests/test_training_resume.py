@@ -1,0 +1,279 @@
+"""Runs that are interrupted and go on: nothing is lost, and the end is the same."""
+import argparse
+import csv
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from flatten_zoo.errors import report_usage_errors
+from flatten_zoo.training import checkpoints, engine
+from flatten_zoo.training import train as training
+from flatten_zoo.training.checkpoints import last_checkpoint
+from flatten_zoo.training.randomness import random_state, set_random_state
+from flatten_zoo.training.train import main
+
+from .tiny_images import write_images
+
+ROOT = Path(__file__).parents[1]
+TINY = shlex.split(
+    '--model test_resnet --num-classes 3 --img-size 32 -b 6 -j 0 --epochs 4 --lr 0.02 --warmup-epochs 1 --device cpu '
+    '--experiment run --checkpoint-hist 2')
+RANDOM = '--mixup 0.4 --drop 0.2 --reprob 0.5 --model-ema --model-ema-decay 0.9 --model-ema-warmup'
+
+
+@pytest.fixture(scope='module')
+def images(tmp_path_factory):
+    return write_images(tmp_path_factory.mktemp('data'), train=8)
+
+
+def train(output, images, *argv) -> int:
+    return main([*TINY, str(images), '--output', str(output), *map(str, argv)])
+
+
+def interrupt(monkeypatch, epoch: int) -> None:
+    """Let the next run end before that epoch."""
+    original = engine.Trainer.train_epoch
+
+    def train_epoch(self, current, *args):
+        if current == epoch:
+            raise KeyboardInterrupt
+        return original(self, current, *args)
+
+    monkeypatch.setattr(engine.Trainer, 'train_epoch', train_epoch)
+
+
+def terminate_at(monkeypatch, owner, name: str, call: int) -> None:
+    """Send SIGTERM to this process at the beginning of a call of a function."""
+    original, calls = getattr(owner, name), []
+
+    def function(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, function)
+
+
+def assert_same(ours, theirs, name='checkpoint'):
+    if isinstance(ours, torch.Tensor):
+        assert torch.equal(ours, theirs), name
+    elif isinstance(ours, dict):
+        assert list(ours) == list(theirs), name
+        for key in ours:
+            if (name, key) != ('checkpoint', 'args'):
+                assert_same(ours[key], theirs[key], f'{name}.{key}')
+    elif isinstance(ours, list | tuple):
+        assert len(ours) == len(theirs), name
+        for index, pair in enumerate(zip(ours, theirs, strict=True)):
+            assert_same(*pair, f'{name}.{index}')
+    else:
+        assert ours == theirs, name
+
+
+def assert_same_end(folder, other) -> None:
+    """Both runs left the same checkpoints, bit by bit, and the same table."""
+    names = {path.name for path in folder.iterdir()}
+    assert names == {path.name for path in other.iterdir()}
+    assert (folder / 'summary.csv').read_bytes() == (other / 'summary.csv').read_bytes()
+    for name in names:
+        if name.endswith('.pth.tar'):
+            assert_same(*(checkpoint_of(f / name) for f in (folder, other)))
+
+
+def checkpoint_of(path) -> dict:
+    checkpoint = torch.load(path, weights_only=True)
+    history = checkpoint['saver']['checkpoint_files']  # may name a file that the same save went on to remove
+    checkpoint['saver']['checkpoint_files'] = [entry for entry in history if (path.parent / entry[0]).exists()]
+    return checkpoint
+
+
+def refused(capsys, *argv) -> str:
+    capsys.readouterr()
+    assert report_usage_errors(lambda: train(*argv)) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+@pytest.mark.filterwarnings('ignore:PlateauLRScheduler')
+@pytest.mark.parametrize('options', [
+    RANDOM,
+    RANDOM + ' --no-prefetcher --amp --clip-grad 1 --grad-accum-steps 3 --sched-on-updates',
+    '--opt lookahead_adamw --sched plateau --patience-epochs 0 --lr-noise 0.2 --eval-metric loss --lr 0.5',
+    '--model-dtype bfloat16 --model-ema -j 1 --sched step --decay-epochs 1 --epochs 3 --val-split ""',
+])
+def test_interrupted_run_ends_like_one_that_was_not(tmp_path, images, monkeypatch, options):
+    options = shlex.split(options)
+    assert train(tmp_path / 'whole', images, *options) == 0
+    with monkeypatch.context() as patch:
+        interrupt(patch, 2)
+        assert train(tmp_path / 'parts', images, *options, '--resume', 'auto') == 130
+    assert train(tmp_path / 'parts', images, *options, '--resume', 'auto') == 0
+    assert_same_end(tmp_path / 'whole' / 'run', tmp_path / 'parts' / 'run')
+
+
+@pytest.mark.parametrize('failing', ['save', 'replace', 'link'])
+def test_interruption_while_saving_changes_nothing(tmp_path, images, monkeypatch, failing):
+    options = ('--opt', 'adamw', '--no-prefetcher', '--drop', 0.2)
+    assert train(tmp_path / 'whole', images, *options) == 0
+    owner = checkpoints.torch if failing == 'save' else checkpoints.os
+    original, calls = getattr(owner, failing), []
+
+    def interrupted(*args, **kwargs):
+        if str(args[0]).endswith('.pth.tar') or failing == 'save':
+            calls.append(args)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, failing, interrupted)
+        assert train(tmp_path / 'parts', images, *options) == 130
+    assert train(tmp_path / 'parts', images, *options, '--resume', 'auto') == 0
+    assert_same_end(tmp_path / 'whole' / 'run', tmp_path / 'parts' / 'run')
+
+
+@pytest.mark.parametrize('owner, name, call', [
+    (engine.Trainer, '_update', 6),  # the second of epoch 1
+    (engine.ClassificationEvaluator, 'update', 8),  # the second of the validation of epoch 1
+])
+def test_termination_saves_what_the_epoch_has_come_to(tmp_path, images, monkeypatch, owner, name, call):
+    options = ('--no-prefetcher', '--drop', 0.2, '--model-ema', '--sched-on-updates')
+    assert train(tmp_path / 'whole', images, *options) == 0
+    with monkeypatch.context() as patch:
+        terminate_at(patch, owner, name, call)
+        assert train(tmp_path / 'parts', images, *options) == 143
+    folder = tmp_path / 'parts' / 'run'
+    done = 2 if name == '_update' else 4
+    assert last_checkpoint(folder) == folder / f'recovery-1-{done}.pth.tar'
+    assert torch.load(last_checkpoint(folder), weights_only=True)['run']['position']['batches'] == done
+    updates = []
+    with monkeypatch.context() as patch:
+        original = engine.Trainer._update
+        patch.setattr(engine.Trainer, '_update', lambda self: (updates.append(1), original(self)))
+        assert train(tmp_path / 'parts', images, *options, '--resume', 'auto') == 0
+    assert len(updates) == 16 - 4 - done
+    assert_same_end(tmp_path / 'whole' / 'run', folder)
+
+
+def test_terminated_command_can_be_continued(tmp_path, images):
+    """SIGTERM to the loader's processes too, as batch systems send it."""
+    command = [sys.executable, ROOT / 'train.py', *TINY, images, '--output', tmp_path, '-j', 2]
+    process = subprocess.Popen(
+        [*map(str, command), '--epochs', '1000'], env={**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)},
+        text=True, stderr=subprocess.PIPE, start_new_session=True)
+    folder = tmp_path / 'run'
+    deadline = time.monotonic() + 60
+    while not (folder / 'last.pth.tar').exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGTERM)
+    log = process.communicate(timeout=60)[1]
+    assert process.returncode == 143, log
+    assert 'Traceback' not in log
+    assert log.splitlines()[-1] == f'interrupted; the last complete checkpoint is {last_checkpoint(folder)}'
+    epoch = torch.load(folder / 'last.pth.tar', weights_only=True)['epoch']
+    assert train(tmp_path, images, '--epochs', epoch + 2, '--resume', 'auto') == 0
+
+
+def test_recovery_checkpoints_come_and_go(tmp_path, images, monkeypatch):
+    seen = []
+    original = training.Run._validate
+
+    def validate(self, epoch, label):
+        seen.append(sorted(path.name for path in self.folder.glob('recovery*')))
+        return original(self, epoch, label)
+
+    monkeypatch.setattr(training.Run, '_validate', validate)
+    assert train(tmp_path, images, '--recovery-interval', 1, '--epochs', 2) == 0
+    assert seen == [[f'recovery-{epoch}-{batch}.pth.tar' for batch in (3, 4)] for epoch in (0, 1)]
+    assert not list((tmp_path / 'run').glob('recovery*'))
+
+
+def test_finished_run_has_nothing_left_to_do(tmp_path, images):
+    assert train(tmp_path, images, '--epochs', 2) == 0
+    before = (tmp_path / 'run' / 'summary.csv').read_bytes()
+    assert train(tmp_path, images, '--epochs', 2, '--resume', 'auto') == 0
+    assert (tmp_path / 'run' / 'summary.csv').read_bytes() == before
+
+
+def test_another_experiment_starts_its_own_history(tmp_path, images):
+    assert train(tmp_path, images, '--epochs', 3, '--decay-epochs', 1, '--sched', 'step') == 0
+    last = tmp_path / 'run' / 'last.pth.tar'
+    assert train(tmp_path, images, '--resume', last, '--experiment', 'other', '--decay-epochs', 1, '--sched', 'step',
+                 '--lr', 1) == 0
+    with (tmp_path / 'other' / 'summary.csv').open(newline='') as file:
+        rows = list(csv.DictReader(file))
+    assert [row['epoch'] for row in rows] == ['3']
+    assert float(rows[0]['lr']) == pytest.approx(1e-3)
+
+
+def test_checkpoint_of_timms_own_script_is_continued(tmp_path, images):
+    """It has no random numbers, no counts of updates, and the options as a Namespace."""
+    assert train(tmp_path, images, '--epochs', 2, '--sched-on-updates') == 0
+    last = tmp_path / 'run' / 'last.pth.tar'
+    checkpoint = torch.load(last, weights_only=True)
+    plain = {key: value for key, value in checkpoint.items() if key not in ('run', 'saver')}
+    torch.save({**plain, 'args': argparse.Namespace(**checkpoint['args'])}, last)
+    assert train(tmp_path, images, '--epochs', 3, '--sched-on-updates', '--resume', 'auto') == 0
+    assert torch.load(last, weights_only=True)['run']['updates'] == 12
+    with (last.parent / 'summary.csv').open(newline='') as file:
+        assert [row['epoch'] for row in csv.DictReader(file)] == ['0', '1', '2']
+
+
+def test_new_optimizer_on_old_weights(tmp_path, images, capsys):
+    assert train(tmp_path, images, '--epochs', 1, '--warmup-epochs', 0) == 0
+    last = tmp_path / 'run' / 'last.pth.tar'
+    other = (tmp_path, images, '--epochs', 2, '--warmup-epochs', 0, '--resume', last, '--experiment')
+    assert '--no-resume-opt continues with a new one' in refused(capsys, *other, 'a', '--opt', 'adamw',
+                                                                 '--layer-decay', 0.5)
+    assert not (tmp_path / 'a').exists()
+    assert train(*other, 'a', '--opt', 'adamw', '--layer-decay', 0.5, '--no-resume-opt') == 0
+    assert train(*other, 'b', '--lr', 0) == 0
+    ours, theirs = (torch.load(path, weights_only=True)['state_dict']['fc.weight']
+                    for path in (last, tmp_path / 'b' / 'last.pth.tar'))
+    assert torch.equal(ours, theirs)
+
+
+def test_average_begins_where_the_checkpoint_has_none(tmp_path, images):
+    assert train(tmp_path, images, '--epochs', 1) == 0
+    last = tmp_path / 'run' / 'last.pth.tar'
+    assert train(tmp_path, images, '--epochs', 2, '--resume', last, '--experiment', 'b', '--model-ema',
+                 '--model-ema-decay', 1) == 0
+    average = torch.load(tmp_path / 'b' / 'last.pth.tar', weights_only=True)['state_dict_ema']
+    assert torch.equal(average['fc.weight'], torch.load(last, weights_only=True)['state_dict']['fc.weight'])
+
+
+def test_what_cannot_be_continued_is_refused(tmp_path, images, capsys):
+    assert train(tmp_path, images, '--epochs', 2) == 0
+    folder = tmp_path / 'run'
+    assert 'no such file' in refused(capsys, tmp_path, images, '--resume', tmp_path / 'none.pth.tar')
+    assert '--resume auto needs --experiment' in refused(
+        capsys, tmp_path, images, '--resume', 'auto', '--experiment', '')
+    assert 'holds an earlier run' in refused(capsys, tmp_path, images, '--resume', folder / 'checkpoint-0.pth.tar')
+    assert 'does not fit the model' in refused(
+        capsys, tmp_path, images, '--resume', 'auto', '--model', 'test_vit', '--img-size', 64)
+    whole = (folder / 'last.pth.tar').read_bytes()
+    (folder / 'last.pth.tar').write_bytes(whole[:len(whole) // 2])
+    assert f"'{folder}/last.pth.tar' is incomplete" in refused(capsys, tmp_path, images, '--resume', 'auto')
+
+
+def test_random_generators_continue():
+    def draw():
+        return random.random(), np.random.standard_normal(), torch.rand(1).item()
+
+    np.random.standard_normal()  # every second one is kept in the state
+    state = random_state(torch.device('cpu'))
+    expected = draw()
+    draw()
+    set_random_state(state, torch.device('cpu'))
+    assert draw() == expected
