@@ -172,6 +172,21 @@ def visualize(parser: argparse.ArgumentParser) -> Command:
     return run
 
 
+def run(parser: argparse.ArgumentParser) -> Command:
+    """Run another script, such as timm's own train.py, with the zoo's models registered.
+
+    Everything after the script is the script's. On several GPUs: torchrun … -m flatten_zoo run SCRIPT …
+    """
+    parser.add_argument('script', metavar='SCRIPT', help='Python script')
+    parser.add_argument('arguments', nargs=argparse.REMAINDER, metavar='…', help='its arguments')
+
+    def run(args: argparse.Namespace) -> None:
+        from .run import run_script
+        run_script(args.script, args.arguments)
+
+    return run
+
+
 COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Command]] = {
     'complexity': complexity,
     'convert': convert,
@@ -179,6 +194,7 @@ COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Command]] = {
     'list': list_models,
     'info': info,
     'visualize': visualize,
+    'run': run,
 }
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from flatten_zoo.errors import UsageError, first_line
 from flatten_zoo.weights import read_checkpoint, select_state_dict
+from flatten_zoo.weights.convert import family_of
 
 __all__ = ['Checkpoints', 'last_checkpoint', 'load_weights', 'run_checkpoint']
 
@@ -126,13 +127,15 @@ def run_checkpoint(folder: Path) -> Path:
     raise UsageError(f"no {BEST} or {LAST} in '{folder}': give the output folder of a run of train.py")
 
 
-def load_weights(model: nn.Module, path: str | Path, use_ema: bool | None) -> None:
+def load_weights(model: nn.Module, path: str | Path, use_ema: bool | None, adapt: bool = False) -> None:
     """Load a checkpoint into a model; every tensor must fit.
 
     Args:
         model: Model to load into.
         path: Checkpoint of train.py, of timm, a bare state dict, or a safetensors file.
         use_ema: Take the averaged weights; None takes them where there are some.
+        adapt: Where they do not fit, let the model's own conversion try first: it resamples position tensors to the
+            model's image size, and knows the official names.
 
     Raises:
         UsageError: The file is missing or damaged, has no averaged weights, or belongs to another architecture.
@@ -143,10 +146,22 @@ def load_weights(model: nn.Module, path: str | Path, use_ema: bool | None) -> No
     except UsageError as e:
         raise UsageError(f"'{path}': {e}") from e
     misfit = _misfit(model.state_dict(), state)
+    if misfit and adapt:
+        state = _adapted(model, state)
+        misfit = _misfit(model.state_dict(), state)
     if misfit:
         made_by = f", it is of '{checkpoint['arch']}'" if isinstance(checkpoint.get('arch'), str) else ''
         raise UsageError(f"the checkpoint '{path}' does not fit the model{made_by}: {misfit}")
     model.load_state_dict(state)
+
+
+def _adapted(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The state dict as the model's family converts it, or as it was where the family cannot."""
+    convert = getattr(family_of(model), 'checkpoint_filter_fn', None)
+    try:
+        return convert(state, model) if convert else state
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # of another architecture
+        return state
 
 
 def _misfit(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> str:

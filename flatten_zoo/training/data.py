@@ -10,7 +10,9 @@ from torch.utils.data import Dataset
 
 from flatten_zoo.errors import UsageError, first_line
 
+from .augmentation import allow_strongest_posterize
 from .numerics import Numerics
+from .sources import CheckedStream, LoadingError, check_source
 
 __all__ = [
     'check_classes', 'check_same_classes', 'evaluation_loader', 'input_config', 'mixup_arguments', 'open_dataset',
@@ -18,16 +20,6 @@ __all__ = [
 ]
 
 SPLIT_NAMES = (('train', 'training'), ('validation', 'val', 'valid', 'eval', 'evaluation'), ('test', 'testing'))
-
-
-class UnreadableImage(UsageError):
-    """An image that cannot be decoded.
-
-    A loader's process hands an exception over as text, the traceback first and the message as its last line.
-    """
-
-    def __init__(self, message: str):
-        super().__init__(message.strip().splitlines()[-1].removeprefix(f'{__name__}.{type(self).__name__}: '))
 
 
 class CheckedImages(Dataset):
@@ -57,7 +49,7 @@ class CheckedImages(Dataset):
         except (OSError, SyntaxError, RuntimeError) as e:
             if isinstance(e, RuntimeError) and not str(e).startswith('Failed to load'):  # timm's words for it
                 raise
-            raise UnreadableImage(f'cannot read the image {self._name(index)}; remove or replace it') from e
+            raise LoadingError(f'cannot read the image {self._name(index)}; remove or replace it') from e
 
     def _name(self, index: int) -> str:
         if hasattr(self.dataset, 'filename'):
@@ -90,6 +82,7 @@ def open_dataset(
         UsageError: No such data, no such split, nothing in it, or a missing package.
     """
     root = args.data_dir
+    check_source(args.dataset, root, split)
     if not args.dataset or args.dataset == 'torch/image_folder':
         root = find_split(root, split, alone_is_fine)
     try:
@@ -103,7 +96,7 @@ def open_dataset(
         name = f"{args.dataset} in '{root}'" if args.dataset else f"'{root}'"
         raise UsageError(f'cannot read the data {name}: {first_line(e)}') from e
     if isinstance(dataset, torch.utils.data.IterableDataset):
-        return dataset
+        return CheckedStream(dataset, args.dataset)
     return CheckedImages(dataset)
 
 
@@ -222,6 +215,7 @@ def training_loader(
     """
     if not isinstance(dataset, torch.utils.data.IterableDataset) and len(dataset) < args.batch_size:
         raise UsageError(f'--batch-size {args.batch_size} is more than the {len(dataset)} training images')
+    allow_strongest_posterize()
     mixup = mixup_arguments(args)
     prefetch = not args.no_prefetcher
     interpolation = config['interpolation'] if args.no_aug or not args.train_interpolation else args.train_interpolation

@@ -28,7 +28,7 @@ from .models import build_training_model, import_device_modules, resolve_device
 from .numerics import Numerics
 from .options import check_train_options, train_parser
 from .recipe import build_optimizer, build_scheduler, build_task, updates_per_epoch
-from .report import draw_curves, figures_text, next_command, start_wandb
+from .report import draw_curves, figures_text, next_command
 from .resume import find_resumed, first_epoch, resume
 
 __all__ = ['main']
@@ -143,7 +143,7 @@ class Run:
         args, trainer = self.args, self.trainer
         summary = self.folder / 'summary.csv'
         columns = figures or (self.loader_eval and dict.fromkeys(trainer.task.create_evaluator().metric_names, ''))
-        update_summary(epoch, train_figures, columns, summary, lr=trainer.learning_rate(), log_wandb=args.log_wandb)
+        update_summary(epoch, train_figures, columns, summary, lr=trainer.learning_rate())
         draw_curves(summary, self.folder / 'curves.png')
         metric = figures and figures[args.eval_metric]
         if trainer.scheduler is not None:
@@ -174,7 +174,7 @@ def prepare(args: argparse.Namespace) -> Run:
     if resumed:
         load_weights(model, resumed, use_ema=False)
     elif args.initial_checkpoint:
-        load_weights(model, args.initial_checkpoint, use_ema=None)
+        load_weights(model, args.initial_checkpoint, use_ema=None, adapt=True)
     args.num_classes = model.num_classes
     config = input_config(args, model)
     train_set, eval_set = open_splits(args, channels=config['input_size'][0])
@@ -198,8 +198,6 @@ def prepare(args: argparse.Namespace) -> Run:
     run = Run(args, folder, trainer, loader_eval, saver, epochs, start)
     if resumed:
         resume(run, resumed, checkpoint)
-    if args.log_wandb:
-        start_wandb(args, folder.name)
     make_folder(folder)
     write_options_file(folder / 'args.yaml', args)
     log.info(

@@ -1,0 +1,145 @@
+"""Which is the limit, the loader or the model? `python -m flatten_zoo.training.bench` and the options of `train.py`."""
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.data import Mixup
+from timm.utils import random_seed
+
+from flatten_zoo.errors import UsageError, report_usage_errors
+
+from .data import input_config, mixup_arguments, open_splits, training_loader
+from .engine import Trainer
+from .interrupts import interrupts_between_batches
+from .logs import setup_logging
+from .models import build_training_model, resolve_device
+from .numerics import Numerics
+from .options import check_train_options, train_parser
+from .progress import Progress
+from .recipe import build_optimizer, build_task
+
+__all__ = ['bench', 'main']
+
+WARM_UP = 0.25  # share of the measured time that goes before it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure as the command line says.
+
+    Args:
+        argv: Options of `train.py` and `--seconds`; `sys.argv` if None.
+
+    Returns:
+        Exit status: 0, or 130 after Ctrl-C.
+
+    Raises:
+        UsageError: What was asked for cannot be done.
+    """
+    setup_logging()
+    parser = train_parser()
+    parser.prog = 'python -m flatten_zoo.training.bench'
+    parser.description = 'Images per second of the loader alone and of the model alone, with the options of train.py.'
+    parser.add_argument('--seconds', type=float, default=20, metavar='X', help='to measure each of the two')
+    args = parser.parse_with_config(argv)
+    if not args.seconds > 0:
+        raise UsageError(f'--seconds {args.seconds}: must be positive')
+    check_train_options(args)
+    try:
+        with interrupts_between_batches():
+            loader, model = bench(args, args.seconds)
+    except KeyboardInterrupt:
+        return 130
+    print(f'loader alone  {loader:8.1f} images/s  {args.workers} workers, {os.cpu_count()} CPU cores')
+    print(f'model alone   {model:8.1f} images/s  training on {args.device}, {args.batch_size} images at a time')
+    print(f'limit: the {"loader" if loader < model else "model"}')
+    return 0
+
+
+def bench(args: argparse.Namespace, seconds: float) -> tuple[float, float]:
+    """Images per second of the training loader alone, and of training on one batch over and over.
+
+    Args:
+        args: Options of `train.py`; `device` becomes the one that is used.
+        seconds: Time to measure each of the two.
+    """
+    args.data_dir = args.data or args.data_dir
+    numerics = Numerics.from_options(args, resolve_device(args.device))
+    args.device, args.val_split = str(numerics.device), ''
+    random_seed(args.seed)
+    model = build_training_model(args)
+    args.num_classes = model.num_classes
+    config = input_config(args, model)
+    dataset, _ = open_splits(args, channels=config['input_size'][0])
+    loader = training_loader(args, dataset, config, numerics)
+    task = build_task(args, numerics.place(model), numerics.device)
+    mixup = mixup_arguments(args)
+    loading_rate, batch = _loading_rate(loader, args, seconds)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            args, numerics, task, build_optimizer(args, model), None, loader=None,
+            mixup=Mixup(**mixup) if mixup and args.no_prefetcher else None, folder=Path(folder))
+        _training_rate(trainer, batch, loader, WARM_UP * seconds)
+        return loading_rate, _training_rate(trainer, batch, loader, seconds)
+
+
+def _loading_rate(loader: Any, args: argparse.Namespace, seconds: float) -> tuple[float, tuple[torch.Tensor, ...]]:
+    """Images per second, epoch after epoch if the data are few, and the last batch."""
+    images = 0
+    started = time.monotonic()
+    counted_from = None
+    while True:
+        for batch in Progress(loader, 'loader alone', args.log_interval):
+            now = time.monotonic()
+            if counted_from is not None:
+                images += len(batch[0])
+                if now - counted_from >= seconds:
+                    return images / (now - counted_from), batch
+            elif now - started >= WARM_UP * seconds:
+                counted_from = now
+
+
+def _training_rate(trainer: Trainer, batch: tuple[torch.Tensor, ...], loader: Any, seconds: float) -> float:
+    """Images per second of the trainer itself, fed with one batch."""
+    trainer.loader, trainer.position = _Repeated(batch, loader, seconds), None
+    started = time.monotonic()
+    trainer.train_epoch(0, 'model alone')  # it waits for the device at its end
+    return trainer.loader.images / (time.monotonic() - started)
+
+
+@dataclass
+class _Repeated:
+    """One batch over and over, otherwise the loader that it is from.
+
+    Attributes:
+        batch: Images and targets.
+        loader: Where they are from.
+        seconds: How long.
+        images: Number of images given.
+    """
+    batch: tuple[torch.Tensor, ...]
+    loader: Any
+    seconds: float
+    images: int = 0
+
+    def __len__(self) -> int:
+        return 0  # nobody knows before
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        end = time.monotonic() + self.seconds
+        while not self.images or time.monotonic() < end:
+            self.images += len(self.batch[0])
+            yield self.batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+if __name__ == '__main__':
+    sys.exit(report_usage_errors(main))
