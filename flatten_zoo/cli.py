@@ -36,6 +36,8 @@ def complexity(parser: argparse.ArgumentParser) -> Command:
         from .paper_tables import PAPER_TABLES
         if bool(args.names) == bool(args.table):
             raise UsageError('name models or operators to compare, or a paper table with --table')
+        if args.table and (args.plot or args.img_size):
+            raise UsageError('--table has the sizes of its paper and is not drawn: leave out --img-size and --plot')
         as_table = tables.as_csv if args.format == 'csv' else tables.as_text
         if args.table:
             print(as_table(*PAPER_TABLES[args.table]()))

@@ -9,15 +9,14 @@ from torch import nn
 from tqdm import tqdm
 
 from .complexity import Cost, Measurement, available_memory, closed_form, count, peak_memory
-from .errors import UsageError
+from .errors import UsageError, first_line
 from .figures import check_picture_path, save_figure
-from .layers import EfficientAttention, InterlacedSparseAttention, NonLocalAttention
+from .models.attention_resnet import OPERATORS
 from .models.build import build_model, check_model_name
 from .tables import Table
 
 __all__ = ['OPERATORS', 'Comparison', 'compare', 'compare_all', 'comparison_table', 'default_size', 'plot']
 
-OPERATORS = {'ea': EfficientAttention, 'issa': InterlacedSparseAttention, 'nl': NonLocalAttention}
 OPERATOR_DIM = 256  # channels at which operators are compared: those of a feature pyramid
 OPERATOR_SIZE = 32  # default side of their map
 
@@ -120,12 +119,12 @@ def compare(name: str, size: int, device: torch.device) -> Comparison:
     except UsageError:
         raise
     except (AssertionError, RuntimeError, ValueError) as e:
-        raise UsageError(f"'{name}' does not take size {size}: {str(e).splitlines()[0]}") from e
+        raise UsageError(f"'{name}' does not take size {size}: {first_line(e)}") from e
     available = available_memory(device)
-    if counted.peak_memory > available:
+    if counted.peak_memory > available:  # by the equations: fused kernels can need less, but would take hours
         raise UsageError(
-            f"'{name}' at size {size} needs {counted.peak_memory / 1e9:.1f} GB of memory and {available / 1e9:.1f} GB "
-            f'are free ({device.type}): choose smaller sizes with --img-size')
+            f"'{name}' at size {size} needs {counted.peak_memory / 1e9:.1f} GB of memory by its equations, and "
+            f'{available / 1e9:.1f} GB are free ({device.type}): choose smaller sizes with --img-size')
     closed = closed_form(module, shape[2:]) if name in OPERATORS else None
     module, _ = _build(name, size, device)
     measured = replace(counted, peak_memory=peak_memory(module, torch.randn(shape, device=device)))
@@ -137,11 +136,12 @@ def _build(name: str, size: int, device: str | torch.device) -> tuple[nn.Module,
     if size < 1:
         raise UsageError(f'--img-size must be positive, got {size}')
     if name in OPERATORS:
-        return OPERATORS[name](OPERATOR_DIM, device=device).eval(), (1, OPERATOR_DIM, size, size)
+        operator = OPERATORS[name](OPERATOR_DIM, device=device).eval()
+        return operator.requires_grad_(False), (1, OPERATOR_DIM, size, size)
     check_model_name(name)
     cfg = timm.get_pretrained_cfg(name)
     kwargs = {'img_size': size} if cfg and cfg.fixed_input_size else {}
-    model = build_model(name, device=device, **kwargs).eval()
+    model = build_model(name, device=device, **kwargs).eval().requires_grad_(False)
     return model, (1, model.pretrained_cfg['input_size'][0], size, size)
 
 

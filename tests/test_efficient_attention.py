@@ -3,7 +3,7 @@ import torch
 
 from flatten_zoo import EfficientAttention, NonLocalAttention
 
-from .operators import in_dtype, output_and_gradients, relative_error
+from .operators import LargestTensor, in_dtype, output_and_gradients, relative_error
 from .reference import load_reference
 
 SHAPES = {1: (19,), 2: (5, 6), 3: (3, 4, 5)}
@@ -84,17 +84,10 @@ def test_large_maps_in_float16(normalization):
 
 def test_memory_is_linear_in_positions():
     """No tensor of the forward or backward pass has more elements than a few maps of the input's size."""
-    largest = 0
-
-    def record(tensor):
-        nonlocal largest
-        largest = max(largest, tensor.numel())
-        return tensor
-
     x = torch.randn(1, 16, 40, 50, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+    with LargestTensor() as largest:
         EfficientAttention(16, 8, 8, num_heads=2)(x).sum().backward()
-    assert largest == x.numel()
+    assert largest.numel == x.numel()
 
 
 @pytest.mark.parametrize('cls', [EfficientAttention, NonLocalAttention])

@@ -2,6 +2,7 @@
 import inspect
 import math
 import sys
+from contextlib import contextmanager
 
 import pytest
 import timm
@@ -11,8 +12,11 @@ from timm.models.swin_transformer import SwinTransformer
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch.utils.flop_counter import FlopCounterMode
 
+from flatten_zoo.errors import UsageError
 from flatten_zoo.layers import FocusedLinearCore
 from flatten_zoo.models import FlattenCSwin, FlattenPVT, flatten_swin
+from flatten_zoo.models._patch_embed import PatchEmbed
+from flatten_zoo.models.flatten_cswin import StripeBranch
 from flatten_zoo.weights import to_official
 
 from .reference import load_reference
@@ -68,6 +72,14 @@ def blocks_of(model):
 
 def has_linear_attention(block):
     return any(isinstance(module, FocusedLinearCore) for module in block.modules())
+
+
+@contextmanager
+def saved_tensors():
+    """What a forward pass keeps for the backward pass."""
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+        yield saved
 
 
 def create_small(name, **kwargs):
@@ -284,12 +296,15 @@ def test_training_uses_of_timm(name):
     assert len(scales) >= 6  # stem, five blocks, head
 
     x = torch.randn(2, 3, 64, 64)
-    y = model(x)
+    with saved_tensors() as saved_without:
+        y = model(x)
     y.sum().backward()
     gradients = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     model.set_grad_checkpointing()
-    model(x).sum().backward()
+    with saved_tensors() as saved:
+        model(x).sum().backward()
+    assert len(saved) < len(saved_without) / 2
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
 
@@ -303,11 +318,17 @@ def test_training_uses_of_timm(name):
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(name, dtype):
     model = create_small(name)
+    with torch.no_grad():  # weights so large that the attention matters
+        for key, parameter in model.named_parameters():
+            if key.endswith(('qkv.weight', 'proj.weight')) and '.attn' in key:
+                parameter.mul_(10)
     x = torch.randn(2, 3, 64, 64)
-    y = model(x)
+    y = model.forward_features(x)
     with torch.autocast('cpu', dtype):
-        torch.testing.assert_close(model(x).float(), y, rtol=0.05, atol=0.05)
-    torch.testing.assert_close(model.to(dtype)(x.to(dtype)).float(), y, rtol=0.05, atol=0.05)
+        autocast = model.forward_features(x).float()
+    pure = model.to(dtype).forward_features(x.to(dtype)).float()
+    for actual in (autocast, pure):
+        assert (actual - y).norm() <= 8 * torch.finfo(dtype).eps * y.norm()
 
 
 @families
@@ -319,3 +340,63 @@ def test_torch_transformations(name):
     torch.testing.assert_close(torch.jit.script(model)(x), y)
     program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},)).module()
     torch.testing.assert_close(program(x[:1]), y[:1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize('direction', ['vertical', 'horizontal', 'whole'])
+@pytest.mark.parametrize('size', [(6, 9), (7, 8)], ids=str)
+def test_exported_stripes_serve_sizes_that_pad_or_not(direction, size):
+    branch = StripeBranch(2, 8, 3, direction).eval()
+    dynamic_shapes = (dict.fromkeys(range(3), torch.export.Dim.DYNAMIC),)
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        program = torch.export.export(branch, (torch.randn(2, *size, 48),), dynamic_shapes=dynamic_shapes).module()
+    for shape in [(2, 6, 9), (3, 7, 8), (2, 13, 12), (2, 4, 5)]:
+        x = torch.randn(*shape, 48)
+        torch.testing.assert_close(program(x), branch(x))
+
+
+def test_padded_positions_are_not_attended_to():
+    """A map that stripes of 3 do not divide: the same as attention inside its own columns."""
+    branch = StripeBranch(1, 4, 3, 'vertical').eval()
+    x = torch.randn(1, 2, 4, 12)
+    torch.testing.assert_close(branch(x)[:, :, :3], branch(x[:, :, :3]))
+    alone = StripeBranch(1, 4, 1, 'vertical').eval()
+    alone.load_state_dict(branch.state_dict())
+    torch.testing.assert_close(branch(x)[:, :, 3:], alone(x[:, :, 3:]))
+
+
+def test_convolutions_of_pvt_v2_are_initialised_alike():
+    model = timm.create_model('flatten_pvt_v2_b0')
+    for stage in model.stages:
+        for block in stage.blocks:
+            dwc = block.attn.dwc
+            assert dwc.bias.abs().max() == 0
+            assert dwc.weight.std().item() == pytest.approx(math.sqrt(2 / 25), rel=0.2)
+
+
+def test_patch_embedding_is_channels_last():
+    for kwargs in (dict(output_fmt='NCHW'), dict(flatten=False)):
+        with pytest.raises(ValueError, match='output_fmt'):
+            PatchEmbed(32, 4, **kwargs)
+
+
+def test_odd_position_tensors_are_named():
+    model = create_small('flatten_swin_t')
+    state_dict = model.state_dict()
+    state_dict['layers.0.blocks.0.attn.positional_encoding'] = torch.zeros(1, 250, 16)
+    with pytest.raises(ValueError, match=r'positional_encoding.*250 positions.*16 × 16.*img_size'):
+        flatten_swin.checkpoint_filter_fn(state_dict, model)
+    official = to_official(create_small('flatten_pvt_t'))
+    del official['block1.0.attn.kv.weight']
+    with pytest.raises(ValueError, match='block1|stages.0.*q and kv'):
+        filter_for('flatten_pvt_t')(official, create_small('flatten_pvt_t'))
+    with pytest.raises(UsageError, match='square img_size'):
+        to_official(create_small('flatten_pvt_t', img_size=(32, 128)))
+
+
+@pytest.mark.parametrize('name', ['flatten_pvt_t', 'flatten_pvt_v2_b0', 'flatten_cswin_t'])
+def test_features_of_fewer_stages(name):
+    sizes = dict(embed_dims=(16, 32)) if 'pvt' in name else dict(embed_dim=16)
+    sizes |= dict(sr_ratios=(2, 1), mlp_ratios=(2, 2)) if 'pvt' in name else dict(split_sizes=2)
+    backbone = timm.create_model(
+        name, features_only=True, depths=(1, 1), num_heads=(2, 2), attn_types='linear', **sizes)
+    assert [tuple(f.shape[2:]) for f in backbone(torch.randn(1, 3, 64, 64))] == [(16, 16), (8, 8)]

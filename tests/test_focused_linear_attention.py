@@ -138,9 +138,14 @@ def test_resamples_its_encoding_only_where_allowed():
         make_attention()(x)
     with pytest.raises(AssertionError, match=r'\(10\) is not 5'):
         make_attention()(x[:, :6])
+    with pytest.raises(AssertionError, match='3 dimensions'):
+        make_attention()(x[0])
     dynamic = make_attention(dynamic_grid_size=True)
     fixed = copy.deepcopy(dynamic)
     fixed.positional_encoding.requires_grad_(False)
+    encoding = fixed.positional_encoding
+    fixed.set_grid_size((6, 5))
+    assert fixed.positional_encoding is encoding  # an optimizer may know it
     fixed.set_grid_size((7, 10))
     assert fixed.positional_encoding.shape == (1, 7, 10, 32) and not fixed.positional_encoding.requires_grad
     torch.testing.assert_close(dynamic(x), fixed(x), rtol=1e-9, atol=1e-12)

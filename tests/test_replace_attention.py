@@ -22,6 +22,10 @@ def create(name, **kwargs):
     return timm.create_model(name, **{**SMALL[name], 'num_classes': 10, **kwargs}).eval()
 
 
+def size_for(name):
+    return {'img_size': 64} if 'pvt' in name else {}
+
+
 def projections(model):
     """q, k, v and output projections of every block's attention, as one list of weights per block."""
     weights = []
@@ -39,7 +43,7 @@ def projections(model):
 def test_keeps_projections_and_becomes_the_zoos_network(name):
     model = create(name)
     before, config = projections(model), model.pretrained_cfg
-    assert replace_attention(model, img_size=64) is model
+    assert replace_attention(model, **size_for(name)) is model
     after = projections(model)
     assert len(after) == len(before)
     assert all(torch.equal(a, b) for x, y in zip(after, before, strict=True) for a, b in zip(x, y, strict=True))
@@ -54,7 +58,7 @@ def test_keeps_projections_and_becomes_the_zoos_network(name):
 
 @sources
 def test_chosen_parts_only_and_timms_api_afterwards(name):
-    model = replace_attention(create(name), where=[0, 2], img_size=64, focusing_factor=4, kernel_size=3)
+    model = replace_attention(create(name), where=[0, 2], focusing_factor=4, kernel_size=3, **size_for(name))
     linear = [module for module in model.modules() if isinstance(module, FocusedLinearAttention)]
     assert len(linear) == (2 if 'deit' in name else 3)
     assert all(attn.focusing_factor == 4 and attn.dwc.kernel_size == (3, 3) for attn in linear)
@@ -107,6 +111,7 @@ def test_efficient_attention_in_a_vit(class_token, qkv_bias):
     ('deit_tiny_patch16_224', {}, dict(attention='nystrom'), "'nystrom'"),
     ('deit_tiny_patch16_224', {}, dict(kernel_size=4), 'kernel_size.*4'),
     ('swin_tiny_patch4_window7_224', {}, dict(kernel_size=4), 'kernel_size.*4'),
+    ('swin_tiny_patch4_window7_224', {}, dict(img_size=96), 'img_size'),
     ('swin_tiny_patch4_window7_224', {}, dict(attention='efficient'), 'VisionTransformer'),
     ('pvt_v2_b0', {}, dict(kernel_size=4), 'kernel_size.*4'),
 ])
@@ -120,6 +125,14 @@ def test_what_cannot_be_converted_says_why_and_stays(name, model_kwargs, kwargs,
     assert set(model.state_dict()) == keys and torch.equal(model(x), y)
 
 
+def test_efficient_attention_without_biases_frozen_and_scripted():
+    model = create('deit_tiny_patch16_224', qkv_bias=False, proj_bias=False).requires_grad_(False)
+    replace_attention(model, 'efficient')
+    assert not any(p.requires_grad for p in model.parameters())
+    x = torch.randn(1, 3, 64, 64)
+    torch.testing.assert_close(torch.jit.script(model)(x), model(x))
+
+
 def test_unknown_networks_are_refused():
     with pytest.raises(ValueError, match='ResNet.*VisionTransformer'):
         replace_attention(timm.create_model('test_resnet'))
@@ -127,6 +140,10 @@ def test_unknown_networks_are_refused():
         replace_attention(timm.models.vision_transformer.VisionTransformer(
             img_size=32, depth=1, embed_dim=48, num_heads=3, class_token=False, global_pool='avg',
             block_fn=timm.models.vision_transformer.ParallelScalingBlock))
+    with pytest.raises(ValueError, match='ParallelScalingBlock'):
+        replace_attention(timm.models.vision_transformer.VisionTransformer(
+            img_size=32, depth=1, embed_dim=48, num_heads=3,
+            block_fn=timm.models.vision_transformer.ParallelScalingBlock), 'efficient')
     for name in SMALL:
-        with pytest.raises(ValueError, match='cannot'):
+        with pytest.raises(ValueError, match='cannot|already'):
             replace_attention(replace_attention(create(name)))

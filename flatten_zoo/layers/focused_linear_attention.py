@@ -108,6 +108,8 @@ class FocusedLinearCore(nn.Module):
     @torch.jit.ignore
     def set_grid_size(self, grid_size: tuple[int, int]) -> None:
         """Make (H, W) the native grid, resampling the positional encoding."""
+        if to_2tuple(grid_size) == self.grid_size:
+            return
         self.grid_size = to_2tuple(grid_size)
         with torch.no_grad():
             self.positional_encoding = nn.Parameter(
@@ -262,6 +264,7 @@ class FocusedLinearAttention(FocusedLinearCore):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _assert(x.ndim == 4, f'Input must be (batch, height, width, channels), got {x.ndim} dimensions.')
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         x = self.proj(self.attend(q, k, v))
         return self.proj_drop(x)

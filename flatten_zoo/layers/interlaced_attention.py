@@ -3,6 +3,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from timm.layers import to_2tuple
 from torch import nn
 
 from .attention_rows import select_queries
@@ -44,7 +45,7 @@ class InterlacedSparseAttention(nn.Module):
             key_dim: int = 64,
             value_dim: int = 64,
             out_dim: int | None = None,
-            group_size: tuple[int, int] = (8, 8),
+            group_size: int | tuple[int, int] = (8, 8),
             residual: bool = True,
             device=None,
             dtype=None,
@@ -54,11 +55,12 @@ class InterlacedSparseAttention(nn.Module):
         for name, value in {'dim': dim, 'key_dim': key_dim, 'value_dim': value_dim, 'out_dim': out_dim}.items():
             if value < 1:
                 raise ValueError(f'{name} must be positive, got {value}')
+        group_size = to_2tuple(group_size)
         if len(group_size) != 2 or min(group_size) < 1:
             raise ValueError(f'group_size must be two positive integers, got {group_size}')
         if residual and out_dim != dim:
             raise ValueError(f'residual=True needs out_dim equal to dim {dim}, got {out_dim}')
-        self.group_size = (group_size[0], group_size[1])
+        self.group_size = group_size
         self.residual = residual
 
         dd = {'device': device, 'dtype': dtype}

@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import resample_abs_pos_embed_nhwc, to_ntuple
+from timm.layers import get_device_dtype, resample_abs_pos_embed_nhwc, to_ntuple
 from torch import nn
 
+from ..layers import FocusedLinearAttention
 from ._released import build_released_model
 
 __all__ = [
-    'create_pyramid', 'fit_position_tensors', 'flatten_cfg', 'flatten_position_tensors', 'fuse_qkv',
+    'create_pyramid', 'fit_position_tensors', 'flatten_cfg', 'flatten_position_tensors', 'focused_twin', 'fuse_qkv',
     'resolve_attn_types', 'split_qkv', 'unwrap_state_dict',
 ]
 
@@ -26,6 +27,33 @@ def resolve_attn_types(attn_types: str | Sequence[str], number: int, of: str = '
     if len(attn_types) != number or not set(attn_types) <= {'linear', 'softmax'}:
         raise ValueError(f"attn_types must be 'linear' or 'softmax' for each of the {number} {of}, got {attn_types}")
     return attn_types
+
+
+def focused_twin(
+        attn: nn.Module,
+        grid_size: tuple[int, int],
+        dynamic_grid_size: bool,
+        **kwargs,
+) -> FocusedLinearAttention:
+    """Focused linear attention that takes over the projections of softmax attention.
+
+    Args:
+        attn: Has `qkv`, `proj`, `proj_drop` and `num_heads`; the first three become part of the result.
+        grid_size: Native grid.
+        dynamic_grid_size: Accept any grid.
+        **kwargs: focusing_factor and kernel_size.
+    """
+    focused = FocusedLinearAttention(
+        attn.qkv.in_features,
+        num_heads=attn.num_heads,
+        head_dim=attn.proj.in_features // attn.num_heads,
+        grid_size=grid_size,
+        dynamic_grid_size=dynamic_grid_size,
+        **kwargs,
+        **get_device_dtype(attn),
+    )
+    focused.qkv, focused.proj, focused.proj_drop = attn.qkv, attn.proj, attn.proj_drop
+    return focused
 
 
 def flatten_cfg(**kwargs) -> dict:
@@ -48,7 +76,7 @@ def create_pyramid(
         **kwargs,
 ) -> nn.Module:
     """Build a variant through timm, the maps of its `stages` being what `features_only=True` gives."""
-    out_indices = kwargs.pop('out_indices', (0, 1, 2, 3))
+    out_indices = kwargs.pop('out_indices', tuple(range(len(kwargs['depths']))))
     return build_released_model(
         model_cls,
         variant,
@@ -74,6 +102,8 @@ def fuse_qkv(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         match = re.fullmatch(r'(.+)\.(q|kv)\.(weight|bias)', key)
         if match is None or match[1] not in linear:
             fused[key] = value
+        elif f'{match[1]}.q.{match[3]}' not in state_dict or f'{match[1]}.kv.{match[3]}' not in state_dict:
+            raise ValueError(f"the checkpoint has '{key}' without its counterpart of q and kv; get the file again")
         elif match[2] == 'q':
             fused[f'{match[1]}.qkv.{match[3]}'] = torch.cat([value, state_dict[f'{match[1]}.kv.{match[3]}']])
     return fused
@@ -101,6 +131,18 @@ def flatten_position_tensors(state_dict: dict[str, torch.Tensor]) -> dict[str, t
     }
 
 
+def _grid_of_row(key: str, length: int, grid_size: tuple[int, int]) -> tuple[int, int]:
+    """The grid behind a row of positions: a square one, or the model's own."""
+    side = math.isqrt(length)
+    if side * side == length:
+        return side, side
+    if length != grid_size[0] * grid_size[1]:
+        raise ValueError(
+            f"'{key}' has {length} positions, neither a square grid nor the model's {grid_size[0]} × {grid_size[1]}; "
+            f'build the model with the img_size of the checkpoint')
+    return grid_size
+
+
 def fit_position_tensors(state_dict: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
     """Bring every position tensor to the shape that `model` has for it.
 
@@ -113,9 +155,7 @@ def fit_position_tensors(state_dict: dict[str, torch.Tensor], model: nn.Module) 
         if re.search(r'\b(positional_encoding|pos_embed)$', key) and key in targets and targets[key].ndim == 4:
             grid_size = targets[key].shape[1:3]
             if value.ndim == 3:
-                side = math.isqrt(value.shape[1])
-                source_size = (side, side) if side * side == value.shape[1] else grid_size
-                value = value.reshape(1, *source_size, -1)
+                value = value.reshape(1, *_grid_of_row(key, value.shape[1], grid_size), -1)
             value = resample_abs_pos_embed_nhwc(value, grid_size)
         fitted[key] = value
     return fitted

@@ -10,8 +10,8 @@ __all__ = ['PatchEmbed']
 class PatchEmbed(timm.layers.PatchEmbed):
     """timm's patch embedding, which also pads the right and bottom edge of any size where sizes are free.
 
-    Takes timm's arguments. With `strict_img_size` the input must have the native size, and the error says how to get
-    around it; without, the grid is ⌈H / patch⌉ × ⌈W / patch⌉.
+    Takes timm's arguments, but that the output is channels last. With `strict_img_size` the input must have the native
+    size, and the error says how to get around it; without, the grid is ⌈H / patch⌉ × ⌈W / patch⌉.
 
     Shape:
         - input: (B, in_chans, H, W)
@@ -20,6 +20,8 @@ class PatchEmbed(timm.layers.PatchEmbed):
     strict_img_size: torch.jit.Final[bool]
 
     def __init__(self, *args, strict_img_size: bool = True, dynamic_img_pad: bool = False, **kwargs):
+        if kwargs.get('output_fmt') not in (None, 'NHWC') or not kwargs.get('flatten', True):
+            raise ValueError("output_fmt must be 'NHWC', or None with flatten=True for tokens")
         # timm leaves padding to a second flag; here free sizes always mean any size
         super().__init__(
             *args, strict_img_size=strict_img_size, dynamic_img_pad=dynamic_img_pad or not strict_img_size, **kwargs)

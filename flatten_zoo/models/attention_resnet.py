@@ -18,17 +18,18 @@ from timm.models.resnet import Bottleneck
 from torch import nn
 
 from ..layers import EfficientAttention, InterlacedSparseAttention, NonLocalAttention
+from ._flatten import unwrap_state_dict
 
-__all__ = ['AttentionResNet']
+__all__ = ['OPERATORS', 'AttentionResNet']
 
-_OPERATORS = {'ea': EfficientAttention, 'issa': InterlacedSparseAttention, 'nl': NonLocalAttention}
+OPERATORS = {'ea': EfficientAttention, 'issa': InterlacedSparseAttention, 'nl': NonLocalAttention}
 _ARCHITECTURES = {
     'resnet50': {'block': Bottleneck, 'layers': (3, 4, 6, 3)},
     'resnet101': {'block': Bottleneck, 'layers': (3, 4, 23, 3)},
     'resnext101_32x4d': {'block': Bottleneck, 'layers': (3, 4, 23, 3), 'cardinality': 32, 'base_width': 4},
 }
 
-for _operator in _OPERATORS.values():
+for _operator in OPERATORS.values():
     register_notrace_module(_operator)  # they check their input's dimensions, which symbolic tracing cannot follow
 
 
@@ -39,7 +40,7 @@ class AttentionResNet(ResNet):
         block: Residual block, as in `ResNet`.
         layers: Number of blocks of each stage, as in `ResNet`.
         attn_layer: Operator class of the attention; built with the stage's channels and `attn_kwargs`.
-        attn_stages: Stages to end in attention, of 'layer1', 'layer2', 'layer3' and 'layer4'.
+        attn_stages: Stage or stages to end in attention, of 'layer1', 'layer2', 'layer3' and 'layer4'.
         attn_kwargs: Arguments of the operator; what is left out has the operator's default (key and value width 64,
             one head, 8 × 8 groups for interlaced attention). The module's input is always added to its output.
         zero_init_last: Start every residual branch at zero, those of the attention included.
@@ -54,7 +55,7 @@ class AttentionResNet(ResNet):
             block: type[nn.Module],
             layers: tuple[int, ...],
             attn_layer: type[nn.Module] = EfficientAttention,
-            attn_stages: tuple[str, ...] = ('layer3', 'layer4'),
+            attn_stages: str | tuple[str, ...] = ('layer3', 'layer4'),
             attn_kwargs: dict[str, Any] | None = None,
             zero_init_last: bool = True,
             device=None,
@@ -64,10 +65,11 @@ class AttentionResNet(ResNet):
         super().__init__(block, layers, zero_init_last=zero_init_last, device=device, dtype=dtype, **kwargs)
         # attention comes after the plain network is complete: with the same seed its weights are the plain ResNet's
         stage_channels = {info['module']: info['num_chs'] for info in self.feature_info[1:]}
-        for stage in attn_stages:
+        for stage in (attn_stages,) if isinstance(attn_stages, str) else attn_stages:
             if stage not in stage_channels:
                 raise ValueError(f'attn_stages must be of {tuple(stage_channels)}, got {attn_stages!r}')
-            attn = attn_layer(stage_channels[stage], residual=True, device=device, dtype=dtype, **(attn_kwargs or {}))
+            attn = attn_layer(
+                stage_channels[stage], **{**(attn_kwargs or {}), 'residual': True, 'device': device, 'dtype': dtype})
             if zero_init_last:
                 attn.zero_init_last()
             self.get_submodule(stage).add_module('attn', attn)
@@ -91,6 +93,8 @@ def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: AttentionRe
     Raises:
         RuntimeError: Tensors are missing or left over, other than the attention's (all of them) and the classifier's.
     """
+    state_dict = unwrap_state_dict(state_dict)
+
     def is_attention(name: str) -> bool:
         return '.attn.' in name
 
@@ -113,7 +117,7 @@ def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: AttentionRe
 
 def _create_attention_resnet(variant: str, pretrained: bool = False, **kwargs) -> AttentionResNet:
     kind, architecture = variant.split('_', 1)
-    model_args = {**_ARCHITECTURES[architecture], 'attn_layer': _OPERATORS[kind]}
+    model_args = {**_ARCHITECTURES[architecture], 'attn_layer': OPERATORS[kind]}
     return build_model_with_cfg(
         AttentionResNet, variant, pretrained, pretrained_filter_fn=checkpoint_filter_fn, **{**model_args, **kwargs})
 
@@ -123,7 +127,7 @@ def _default_cfgs() -> dict[str, Any]:
     cfgs = {}
     for architecture in _ARCHITECTURES:
         plain = get_pretrained_cfg(architecture)
-        for kind in _OPERATORS:
+        for kind in OPERATORS:
             cfgs[f'{kind}_{architecture}.{plain.tag}_untrained_attn'] = replace(
                 plain, description=f'ImageNet weights of {architecture}.{plain.tag}; the attention is untrained')
     return generate_default_cfgs(cfgs)

@@ -23,7 +23,6 @@ from timm.layers import (
     to_ntuple,
 )
 from timm.models import generate_default_cfgs, register_model
-from timm.models.swin_transformer import window_partition, window_reverse
 from torch import nn
 
 from ..layers import FocusedLinearCore
@@ -55,6 +54,20 @@ class ConvEmbed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = F.pad(x, (0, -x.shape[-1] % self.stride, 0, -x.shape[-2] % self.stride))
         return self.norm(self.proj(x).permute(0, 2, 3, 1))
+
+
+# timm's window functions would do, but for their look at the strides, which ties an exported graph to the sizes it saw
+def to_stripes(x: torch.Tensor, stripe: tuple[int, int]) -> torch.Tensor:
+    """(B, H, W, C) map to (B · stripes, stripe height, stripe width, C)."""
+    sh, sw = stripe
+    x = x.unflatten(2, [x.shape[2] // sw, sw]).unflatten(1, [x.shape[1] // sh, sh]).transpose(2, 3)
+    return x.clone(memory_format=torch.contiguous_format).flatten(0, 2)
+
+
+def from_stripes(x: torch.Tensor, stripe: tuple[int, int], height: int, width: int) -> torch.Tensor:
+    """Inverse of `to_stripes`, for a height × width map."""
+    x = x.unflatten(0, [-1, height // stripe[0], width // stripe[1]]).transpose(2, 3)
+    return x.clone(memory_format=torch.contiguous_format).flatten(3, 4).flatten(1, 2)
 
 
 class LocallyEnhancedPositionalEncoding(nn.Conv2d):
@@ -135,18 +148,19 @@ class StripeBranch(nn.Module):
         N = stripe_h * stripe_w
         padding = (0, 0, 0, padded_w - W, 0, padded_h - H)
         mask: torch.Tensor | None = None
-        if is_exporting() or padded_h > H or padded_w > W:  # an exported graph must also serve sizes that pad
+        # an exported graph must also serve sizes that pad
+        if self.direction != 'whole' and (is_exporting() or padded_h > H or padded_w > W):
             inside = F.pad(torch.ones(1, H, W, 1, device=qkv.device), padding)
-            mask = window_partition(inside, stripe).reshape(-1, 1, 1, N).repeat(B, 1, 1, 1) > 0
+            mask = to_stripes(inside, stripe).reshape(-1, 1, 1, N).repeat(B, 1, 1, 1) > 0
             qkv = F.pad(qkv, padding)
 
-        qkv = window_partition(qkv, stripe)
+        qkv = to_stripes(qkv, stripe)
         v = qkv.chunk(3, dim=-1)[2]
         q, k, v_heads = qkv.reshape(-1, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
         x = F.scaled_dot_product_attention(
             q, k, v_heads, attn_mask=mask, dropout_p=self.attn_drop if self.training else 0.)
         x = x.transpose(1, 2).reshape(v.shape) + self.get_v(v)
-        return window_reverse(x, stripe, padded_h, padded_w)[:, :H, :W]
+        return from_stripes(x, stripe, padded_h, padded_w)[:, :H, :W]
 
 
 class FlattenCSwinBlock(nn.Module):

@@ -9,13 +9,12 @@ Papers:
 from collections.abc import Sequence
 
 import torch
-from timm.layers import get_device_dtype, global_pool_nlc, resample_abs_pos_embed
+from timm.layers import global_pool_nlc, resample_abs_pos_embed
 from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_cfgs, register_model, vision_transformer
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
-from ..layers import FocusedLinearAttention
-from ._flatten import fit_position_tensors, flatten_cfg, resolve_attn_types, unwrap_state_dict
+from ._flatten import fit_position_tensors, flatten_cfg, focused_twin, resolve_attn_types, unwrap_state_dict
 from ._patch_embed import PatchEmbed
 
 __all__ = ['FlattenViT']
@@ -50,19 +49,13 @@ class FlattenViTBlock(nn.Module):
         self.norm1 = block.norm1
         self.attn = block.attn
         if self.linear:
-            self.attn = FocusedLinearAttention(
-                block.attn.qkv.in_features,
-                num_heads=block.attn.num_heads,
-                head_dim=block.attn.head_dim,
-                grid_size=grid_size,
+            self.attn = focused_twin(
+                block.attn,
+                grid_size,
+                dynamic_grid_size,
                 focusing_factor=focusing_factor,
                 kernel_size=kernel_size,
-                dynamic_grid_size=dynamic_grid_size,
-                **get_device_dtype(block),
             )
-            self.attn.qkv = block.attn.qkv
-            self.attn.proj = block.attn.proj
-            self.attn.proj_drop = block.attn.proj_drop
         self.ls1 = block.ls1
         self.drop_path1 = block.drop_path1
         self.norm2 = block.norm2
@@ -212,6 +205,8 @@ def check_grid(model: VisionTransformer) -> None:
             f'tokens; build it with class_token=False, reg_tokens=0')
     if not isinstance(model.patch_drop, nn.Identity):
         raise ValueError('focused linear attention needs all tokens of the grid; build the ViT with patch_drop_rate=0')
+    if isinstance(model.blocks[0], FlattenViTBlock):
+        raise ValueError('this ViT is converted already; name all blocks that should be linear at once')
     for block in model.blocks:
         if type(block) is not Block:
             raise ValueError(f"cannot convert a {type(block).__name__}: only timm's plain pre-norm ViT Block")

@@ -120,6 +120,9 @@ class FlattenPVTv2(PyramidVisionTransformerV2):
         super().__init__(**kwargs)
         attn_types = resolve_attn_types(attn_types, len(self.depths))
         flatten_stages(self, attn_types, img_size, focusing_factor=focusing_factor, kernel_size=kernel_size)
+        for module in self.modules():
+            if isinstance(module, FlattenPVTv2Attention):  # came after timm had initialised every convolution
+                self._init_weights(module.dwc)
 
 
 def checkpoint_filter_fn(checkpoint: dict, model: nn.Module) -> dict[str, torch.Tensor]:

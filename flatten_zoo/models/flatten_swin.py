@@ -10,16 +10,15 @@ import re
 from collections.abc import Sequence
 
 import torch
-from timm.layers import get_device_dtype
 from timm.models import generate_default_cfgs, register_model, swin_transformer
 from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock
 from torch import nn
 
-from ..layers import FocusedLinearAttention
 from ._flatten import (
     fit_position_tensors,
     flatten_cfg,
     flatten_position_tensors,
+    focused_twin,
     resolve_attn_types,
     unwrap_state_dict,
 )
@@ -41,19 +40,13 @@ class FlattenSwinBlock(nn.Module):
         """
         super().__init__()
         self.norm1 = block.norm1
-        self.attn = FocusedLinearAttention(
-            block.dim,
-            num_heads=block.attn.num_heads,
-            head_dim=block.attn.proj.in_features // block.attn.num_heads,
-            grid_size=block.input_resolution,
+        self.attn = focused_twin(
+            block.attn,
+            block.input_resolution,
+            block.dynamic_mask,
             focusing_factor=focusing_factor,
             kernel_size=kernel_size,
-            dynamic_grid_size=block.dynamic_mask,
-            **get_device_dtype(block),
         )
-        self.attn.qkv = block.attn.qkv
-        self.attn.proj = block.attn.proj
-        self.attn.proj_drop = block.attn.proj_drop
         self.drop_path1 = block.drop_path1
         self.norm2 = block.norm2
         self.mlp = block.mlp

@@ -28,28 +28,40 @@ class EfficientTokenAttention(EfficientAttention):
             spatial_dims=1,
             **get_device_dtype(attn),
         )
-        q, k, v = attn.qkv.weight.chunk(3)
-        bias = attn.qkv.bias if attn.qkv.bias is not None else attn.qkv.weight.new_zeros(3 * attn.attn_dim)
-        with torch.no_grad():
-            for conv, weight, conv_bias in zip(
-                    (self.queries, self.keys, self.values, self.reprojection),
-                    (q, k, v, attn.proj.weight),
-                    (*bias.chunk(3), attn.proj.bias),
-                    strict=True,
-            ):
+        q, k, v = (linear_part(attn.qkv, part) for part in range(3))
+        convs = {self.queries: q, self.keys: k, self.values: v, self.reprojection: linear_part(attn.proj, 0, 1)}
+        for conv, (weight, bias, trainable) in convs.items():
+            with torch.no_grad():
                 conv.weight.copy_(weight.unsqueeze(-1))
-                conv.bias.copy_(conv_bias)
+                conv.bias.copy_(bias)
+            conv.requires_grad_(trainable)
         self.proj_drop = attn.proj_drop
 
-    def forward(self, x: torch.Tensor, attn_mask: None = None, is_causal: bool = False) -> torch.Tensor:
+    def forward(
+            self,
+            x: torch.Tensor,
+            attn_mask: torch.Tensor | None = None,
+            is_causal: bool = False,
+    ) -> torch.Tensor:
         if attn_mask is not None or is_causal:
             raise ValueError('efficient attention has no attention matrix: attn_mask and is_causal must be unset')
-        return self.proj_drop(super().forward(x.transpose(1, 2)).transpose(1, 2))
+        q, k, v = self.project(x.transpose(1, 2))
+        y = self.attend(q, k, v).reshape(x.shape[0], -1, x.shape[1])
+        return self.proj_drop(self.reprojection(y).transpose(1, 2))
+
+
+def linear_part(linear: nn.Linear, part: int, parts: int = 3) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Weight, bias (zero if there is none) and whether both are trainable, of one of the fused parts of a linear."""
+    weight = linear.weight.chunk(parts)[part]
+    bias = weight.new_zeros(len(weight)) if linear.bias is None else linear.bias.chunk(parts)[part]
+    return weight, bias, linear.weight.requires_grad
 
 
 def replace_by_efficient_attention(model: VisionTransformer, where: Sequence[int]) -> None:
     """Give the blocks of a ViT at the indices `where` efficient attention, in place."""
     for i in where:
+        if not hasattr(model.blocks[i], 'attn'):
+            raise ValueError(f'cannot replace the attention of a {type(model.blocks[i]).__name__}, which has no attn')
         check_plain_attention(model.blocks[i].attn)
     for i in where:
         model.blocks[i].attn = EfficientTokenAttention(model.blocks[i].attn)
@@ -87,10 +99,12 @@ def replace_attention(
     if attention not in ('focused_linear', 'efficient'):
         raise ValueError(f"attention must be 'focused_linear' or 'efficient', got '{attention}'")
     if attention == 'efficient':
-        if not isinstance(model, VisionTransformer) or kwargs:
+        if not isinstance(model, VisionTransformer) or img_size or kwargs:
             raise ValueError("attention='efficient' is for a VisionTransformer, and takes no further arguments")
         replace_by_efficient_attention(model, _chosen(where, len(model.blocks)))
-    elif type(model) is VisionTransformer:
+    elif img_size and not isinstance(model, PyramidVisionTransformerV2):
+        raise ValueError(f'img_size is for a PVTv2; a {type(model).__name__} knows its own')
+    elif type(model) in (VisionTransformer, flatten_deit.FlattenViT):
         flatten_deit.flatten_blocks(model, _attn_types(where, len(model.blocks)), **kwargs)
     elif isinstance(model, SwinTransformer):
         flatten_swin.flatten_stages(model, _attn_types(where, len(model.layers)), **kwargs)
@@ -105,7 +119,7 @@ def replace_attention(
 
 
 def _chosen(where: Sequence[int] | None, number: int) -> Sequence[int]:
-    where = range(number) if where is None else where
+    where = list(range(number) if where is None else where)
     if not set(where) <= set(range(number)):
         raise ValueError(f'where must be indices from 0 to {number - 1}, got {where}')
     return where

@@ -10,6 +10,7 @@ from ..errors import UsageError
 
 __all__ = ['family_of', 'from_official', 'is_official', 'to_official']
 
+POSITIONS = ('positional_encoding', 'pos_embed')
 BUFFERS = ('relative_position_index', 'attn_mask')  # follow from the architecture, yet some checkpoints hold them
 
 
@@ -22,13 +23,19 @@ def to_official(model: nn.Module) -> dict[str, torch.Tensor]:
     """A model's weights as the official repository has them, so that its code loads them strictly.
 
     Raises:
-        UsageError: There is no official implementation of this model.
+        UsageError: There is no official implementation of this model, or not for its image size.
     """
     family = family_of(model)
     if not hasattr(family, 'official_state_dict'):
         raise UsageError(
             f"--to official: there is no official implementation of '{model.pretrained_cfg['architecture']}'")
-    return {**family.official_state_dict(model.state_dict()), **_official_extras(model)}
+    state_dict = model.state_dict()
+    for key, value in state_dict.items():
+        if key.endswith(POSITIONS) and value.shape[1] != value.shape[2]:
+            raise UsageError(
+                f'--to official: official networks are square, and {key} is of a {value.shape[1]} × {value.shape[2]} '
+                f'grid; use a square img_size')
+    return {**family.official_state_dict(state_dict), **_official_extras(model)}
 
 
 def _official_extras(model: nn.Module) -> dict[str, torch.Tensor]:
