@@ -381,3 +381,8 @@ def test_command_reports_a_mistake_on_one_line():
     output, log = process.communicate(timeout=60)
     assert (process.returncode, output) == (2, '')
     assert log == "error: unknown option '--epoch'; did you mean --epochs, --start-epoch, --reprob?\n"
+
+
+def test_several_processes_are_refused(capsys, images, monkeypatch):
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    assert 'WORLD_SIZE=2: ' in refused(capsys, images)

@@ -312,3 +312,8 @@ def test_checkpoint_that_would_run_code_is_refused(capsys, images, tmp_path):
     torch.save({'state_dict': {}, 'x': Evil()}, tmp_path / 'evil.pth')
     assert 'cannot be read safely' in refused(capsys, *MODEL, images, '--checkpoint', tmp_path / 'evil.pth')
     assert not (tmp_path / 'ran').exists()
+
+
+def test_several_processes_are_refused(capsys, monkeypatch):
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    assert 'WORLD_SIZE=2: ' in refused(capsys, 'data', '--model', 'test_resnet')

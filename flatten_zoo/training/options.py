@@ -1,5 +1,6 @@
 """The options of `train.py` and `validate.py`: timm's names, meanings and defaults."""
 import argparse
+import os
 
 from timm.optim import list_optimizers
 
@@ -345,12 +346,22 @@ def _output_options(parser: OptionParser) -> None:
     group.add_argument('--experiment', default='', type=str, metavar='NAME', help='folder in it; date, model and size')
 
 
+def _check_single_process() -> None:
+    """Refuse torchrun's several processes, each of which would do the whole work and write the same files."""
+    processes = os.environ.get('WORLD_SIZE', '1')
+    if processes != '1':
+        raise UsageError(
+            f'WORLD_SIZE={processes}: train.py and validate.py are one process so far; start them without torchrun, or '
+            f"run timm's own scripts with the zoo's models: torchrun … -m flatten_zoo run SCRIPT …")
+
+
 def check_train_options(args: argparse.Namespace) -> None:
     """Refuse values and combinations that cannot work.
 
     Raises:
         UsageError: The option, its value and what would be right.
     """
+    _check_single_process()
     _check_minimum(args, 1, 'batch_size', 'validation_batch_size', 'epochs', 'val_interval', 'log_interval',
                    'checkpoint_hist', 'lr_base_size', 'recount', 'lr_cycle_limit', 'grad_accum_steps', *_SIZES)
     _check_minimum(args, 0, 'workers', 'warmup_epochs', 'cooldown_epochs', 'start_epoch', 'mixup_off_epoch', 'lr',
@@ -386,6 +397,7 @@ def check_validate_options(args: argparse.Namespace) -> None:
     Raises:
         UsageError: The option, its value and what would be right.
     """
+    _check_single_process()
     _check_minimum(args, 1, 'batch_size', 'log_freq', *_SIZES)
     _check_minimum(args, 0, 'workers')
     _check_input(args)
