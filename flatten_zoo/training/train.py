@@ -28,7 +28,7 @@ from .models import build_training_model, import_device_modules, resolve_device
 from .numerics import Numerics
 from .options import check_train_options, train_parser
 from .recipe import build_optimizer, build_scheduler, build_task, updates_per_epoch
-from .report import draw_curves, figures_text, next_command
+from .report import draw_curves, figures_text, next_command, start_wandb
 from .resume import find_resumed, first_epoch, resume
 
 __all__ = ['main']
@@ -143,7 +143,7 @@ class Run:
         args, trainer = self.args, self.trainer
         summary = self.folder / 'summary.csv'
         columns = figures or (self.loader_eval and dict.fromkeys(trainer.task.create_evaluator().metric_names, ''))
-        update_summary(epoch, train_figures, columns, summary, lr=trainer.learning_rate())
+        update_summary(epoch, train_figures, columns, summary, lr=trainer.learning_rate(), log_wandb=args.log_wandb)
         draw_curves(summary, self.folder / 'curves.png')
         metric = figures and figures[args.eval_metric]
         if trainer.scheduler is not None:
@@ -198,6 +198,8 @@ def prepare(args: argparse.Namespace) -> Run:
     run = Run(args, folder, trainer, loader_eval, saver, epochs, start)
     if resumed:
         resume(run, resumed, checkpoint)
+    if args.log_wandb:
+        start_wandb(args, folder.name)
     make_folder(folder)
     write_options_file(folder / 'args.yaml', args)
     log.info(
