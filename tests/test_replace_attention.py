@@ -57,6 +57,17 @@ def test_keeps_projections_and_becomes_the_zoos_network(name):
 
 
 @sources
+@pytest.mark.parametrize('training', [True, False])
+def test_modes_stay(name, training):
+    model = create(name).train(training)
+    frozen = [module for module in model.modules() if isinstance(module, torch.nn.LayerNorm)]
+    for module in frozen:
+        module.train(not training)
+    replace_attention(model, **size_for(name))
+    assert all(module.training == (training != (module in frozen)) for module in model.modules())
+
+
+@sources
 def test_chosen_parts_only_and_timms_api_afterwards(name):
     model = replace_attention(create(name), where=[0, 2], focusing_factor=4, kernel_size=3, **size_for(name))
     linear = [module for module in model.modules() if isinstance(module, FocusedLinearAttention)]

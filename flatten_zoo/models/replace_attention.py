@@ -98,6 +98,7 @@ def replace_attention(
     """
     if attention not in ('focused_linear', 'efficient'):
         raise ValueError(f"attention must be 'focused_linear' or 'efficient', got '{attention}'")
+    before = set(model.modules())
     if attention == 'efficient':
         if not isinstance(model, VisionTransformer) or img_size or kwargs:
             raise ValueError("attention='efficient' is for a VisionTransformer, and takes no further arguments")
@@ -115,7 +116,9 @@ def replace_attention(
         raise ValueError(
             f'cannot convert a {type(model).__name__}; what can be converted is a timm VisionTransformer without '
             f'prefix tokens, a SwinTransformer or a PyramidVisionTransformerV2 (before any features_only wrapping)')
-    return model.train(model.training)
+    for module in set(model.modules()) - before:  # the others keep their mode, such as frozen parts in eval mode
+        module.training = model.training
+    return model
 
 
 def _chosen(where: Sequence[int] | None, number: int) -> Sequence[int]:

@@ -26,7 +26,7 @@ def start_wandb(args: argparse.Namespace, name: str) -> None:
     try:
         import wandb
     except ImportError as e:
-        raise UsageError('--log-wandb needs the package wandb: pip install wandb') from e
+        raise UsageError("--log-wandb needs the package wandb: pip install 'flatten_zoo[wandb]'") from e
     try:
         wandb.init(
             project=args.wandb_project, name=name, config=vars(args), tags=args.wandb_tags,
