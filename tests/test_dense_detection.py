@@ -11,6 +11,7 @@ from torchvision.models.detection import fasterrcnn_resnet50_fpn, maskrcnn_resne
 from torchvision.ops import FrozenBatchNorm2d
 
 from flatten_zoo import EfficientAttention, InterlacedSparseAttention, NonLocalAttention
+from flatten_zoo.complexity import closed_form
 from flatten_zoo.dense import PyramidBackbone, faster_rcnn, freeze_norms, freeze_stages, mask_rcnn, rcnn_cost
 
 LEVELS = ['fpn1', 'fpn2', 'fpn3', 'fpn4', 'fpn5']
@@ -298,6 +299,22 @@ def test_cost_is_that_of_a_real_pass():
     assert cost.parameters == sum(p.numel() for p in model.parameters())
     assert rcnn_cost(model, (50, 70)).macs == cost.macs, 'padded'
     assert next(model.parameters()).device.type == 'cpu'
+
+
+def test_attention_adds_what_its_equations_say():
+    size = (896, 1280)
+    plain = rcnn_cost(mask_rcnn('resnet50', 81), size)
+    model = mask_rcnn('ea_resnet50', 81, 'ea')
+    attention = {
+        'body.layer3.attn': 16, 'body.layer4.attn': 32,
+        **{f'attention.{level}': stride for level, stride in zip(LEVELS, (4, 8, 16, 32, 64), strict=True)}}
+    costs = [
+        closed_form(model.backbone.get_submodule(name), (size[0] // stride, size[1] // stride))
+        for name, stride in attention.items()]
+    assert f'{sum(cost.macs for cost in costs):.2e}' == '8.85e+09', 'Table 2 of the efficient attention paper'
+    cost = rcnn_cost(model, size)
+    assert cost.macs - plain.macs == sum(cost.macs for cost in costs)
+    assert cost.parameters - plain.parameters == sum(cost.parameters for cost in costs)
 
 
 def test_importing_needs_no_extra():
