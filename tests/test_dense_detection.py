@@ -285,6 +285,14 @@ def test_defaults_of_freezing_are_torchvisions(monkeypatch):
     assert not any(isinstance(module, FrozenBatchNorm2d) for module in body.modules())
 
 
+@pytest.mark.filterwarnings('ignore::DeprecationWarning')
+def test_scripts_as_torchvisions_own():
+    model = faster_rcnn('resnet18', CLASSES, 'ea', box_score_thresh=0.001, **SIZES).eval()
+    with torch.no_grad():
+        _, detections = torch.jit.script(model)(images((48, 80)))
+        same_detections(detections, model(images((48, 80))))
+
+
 def test_cost_is_that_of_a_real_pass():
     from torch.utils.flop_counter import FlopCounterMode
     # everything is kept, so that there are as many proposals and detections as are counted

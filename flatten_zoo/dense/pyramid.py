@@ -1,5 +1,4 @@
 """Backbones as feature pyramids for detection: stages, top-down pathway, attention on its levels, freezing."""
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -39,6 +38,7 @@ class PyramidBackbone(nn.Module):
     Attributes:
         out_channels: Channels of every map.
         strides: Strides of the maps.
+        map_names: Of each level that there is the name of its map.
 
     Args:
         body: Backbone that timm built with `features_only=True`; its stages of strides 4 to 32 are used.
@@ -65,6 +65,8 @@ class PyramidBackbone(nn.Module):
         self.channels_last = getattr(body, 'output_fmt', Format.NCHW) == Format.NHWC
         self.indices = [stage.index for stage in stages]
         self.strides = [stage.stride for stage in stages] + [2 * stages[-1].stride]
+        names = dict(zip(self.strides, [*map(str, range(len(stages))), 'pool'], strict=True))
+        self.map_names = {level: names[stride] for level, stride in LEVELS.items() if stride in names}
         self.out_channels = out_channels
         self.fpn = FeaturePyramidNetwork([stage.channels for stage in stages], out_channels, LastLevelMaxPool())
         self.attention = nn.ModuleDict()
@@ -75,10 +77,10 @@ class PyramidBackbone(nn.Module):
         if attention not in OPERATORS:
             raise ValueError(f'attention must be None or one of {tuple(OPERATORS)}, got {attention!r}')
         attention_levels = (attention_levels,) if isinstance(attention_levels, str) else attention_levels
-        available = [level for level, stride in LEVELS.items() if stride in self.strides]
-        if not attention_levels or not set(attention_levels) <= set(available):
-            raise ValueError(f'attention_levels must be of {available} for this backbone, got {attention_levels!r}')
-        for level in available:
+        if not attention_levels or not set(attention_levels) <= self.map_names.keys():
+            raise ValueError(
+                f'attention_levels must be of {list(self.map_names)} for this backbone, got {attention_levels!r}')
+        for level in self.map_names:
             if level in attention_levels:
                 module = OPERATORS[attention](out_channels, **{**(attention_kwargs or {}), 'residual': True})
                 module.zero_init_last()
@@ -87,12 +89,13 @@ class PyramidBackbone(nn.Module):
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """Maps B×3×H×W to a dictionary of B×out_channels×h×w maps, the finest first."""
         outputs = self.body(x)
-        maps = [outputs[i].permute(0, 3, 1, 2) if self.channels_last else outputs[i] for i in self.indices]
-        maps = self.fpn(OrderedDict((str(i), x) for i, x in enumerate(maps)))
-        levels = {stride: level for level, stride in LEVELS.items()}
-        for name, stride in zip(maps, self.strides, strict=True):
-            if levels[stride] in self.attention:
-                maps[name] = self.attention[levels[stride]](maps[name])
+        maps: dict[str, torch.Tensor] = {}
+        for i, index in enumerate(self.indices):
+            maps[str(i)] = outputs[index].permute(0, 3, 1, 2) if self.channels_last else outputs[index]
+        maps = self.fpn(maps)
+        for level, attention in self.attention.items():
+            name = self.map_names[level]
+            maps[name] = attention(maps[name])
         return maps
 
 
