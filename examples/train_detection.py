@@ -14,7 +14,7 @@ from torchvision.transforms import v2
 from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks, make_grid, save_image
 from tqdm import tqdm
 
-from flatten_zoo.dense import CocoInstances, CocoScores, coco_split, faster_rcnn, mask_rcnn, write_shapes
+from flatten_zoo.dense import LEVELS, CocoInstances, CocoScores, coco_split, faster_rcnn, mask_rcnn, write_shapes
 from flatten_zoo.errors import UsageError, report_usage_errors
 from flatten_zoo.files import write_beside
 from flatten_zoo.models.attention_resnet import OPERATORS
@@ -23,33 +23,49 @@ COLOURS = ['red', 'lime', 'dodgerblue', 'yellow', 'magenta', 'cyan']
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    def add(group, name: str, text: str, **kwargs) -> None:
+        group.add_argument(name, help=f'{text} (default: %(default)s)', **kwargs)
+
+    parser = argparse.ArgumentParser(description=__doc__)
     model = parser.add_argument_group('model')
-    model.add_argument('--backbone', default='flatten_pvt_v2_b0', help='any model of timm with stages')
-    model.add_argument('--attention', default='ea', choices=['none', *OPERATORS], help='after levels of the pyramid')
-    model.add_argument('--levels', nargs='+', default=['fpn1', 'fpn2', 'fpn3', 'fpn4', 'fpn5'], metavar='LEVEL')
+    add(model, '--backbone', 'any model of timm with stages', default='flatten_pvt_v2_b0', metavar='NAME')
+    add(model, '--attention', 'on the feature pyramid', default='ea', choices=['none', *OPERATORS])
+    model.add_argument(
+        '--levels', nargs='+', default=list(LEVELS), metavar='LEVEL',
+        help=f'levels that attention comes after (default: {" ".join(LEVELS)})')
     model.add_argument('--boxes-only', action='store_true', help='Faster R-CNN in place of Mask R-CNN')
     model.add_argument(
-        '--pretrained', action='store_true', help='pretrained backbone; norms and first stage stay frozen')
-    model.add_argument('--image-size', type=int, default=128, metavar='N', help='shorter side of the images')
-    model.add_argument('--regions', type=int, default=64, metavar='N', help='regions for the heads, 512 for COCO')
+        '--pretrained', action='store_true', help="start from the backbone's pretrained weights, with norms frozen")
+    add(model, '--image-size', 'shorter side of the images, 800 for COCO', type=int, default=96, metavar='N')
+    add(model, '--regions', 'regions of an image that the heads learn from, 512 for COCO', type=int, default=16,
+        metavar='N')
     data = parser.add_argument_group('data')
     data.add_argument('--data', type=Path, metavar='FOLDER', help='data in COCO format (default: generated shapes)')
-    data.add_argument('--shapes', type=int, default=800, metavar='N', help='number of generated images to train on')
-    data.add_argument('--workers', type=int, default=0, metavar='N', help='processes that load data')
+    add(data, '--shapes', 'generated images to train on', type=int, default=800, metavar='N')
+    add(data, '--workers', 'processes that load data', type=int, default=0, metavar='N')
     training = parser.add_argument_group('training')
-    training.add_argument('--epochs', type=int, default=10, metavar='N')
-    training.add_argument('--batch-size', type=int, default=8, metavar='N')
-    training.add_argument('--lr', type=float, default=5e-4, help='highest learning rate, of AdamW')
-    training.add_argument('--weight-decay', type=float, default=0.05)
-    training.add_argument('--seed', type=int, default=0)
-    training.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
-    training.add_argument('--output', type=Path, default=Path('output/detection'), metavar='FOLDER')
-    args = parser.parse_args(argv)
+    add(training, '--epochs', 'passes over the data', type=int, default=4, metavar='N')
+    add(training, '--batch-size', 'images of a step', type=int, default=4, metavar='N')
+    add(training, '--lr', 'highest learning rate, of AdamW', type=float, default=5e-4)
+    add(training, '--weight-decay', 'of AdamW', type=float, default=0.05)
+    add(training, '--seed', 'of weights and order', type=int, default=0)
+    add(training, '--device', 'where to compute', default='cuda' if torch.cuda.is_available() else 'cpu')
+    add(training, '--output', 'folder for everything written', type=Path, default=Path('output/detection'),
+        metavar='FOLDER')
+    return parser.parse_args(argv)
+
+
+def check_args(args: argparse.Namespace) -> None:
+    """Finds what would go wrong later, and makes the output folder."""
     for name in ('image_size', 'regions', 'shapes', 'epochs', 'batch_size'):
         if getattr(args, name) < 1:
             raise UsageError(f'--{name.replace("_", "-")} must be positive, got {getattr(args, name)}')
-    return args
+    if (args.output / 'last.pth').exists():
+        raise UsageError(f"'{args.output}' holds a trained network already: give another folder with --output")
+    try:
+        args.output.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UsageError(f"cannot write to '{args.output}' (--output): {e}") from e
 
 
 def load_data(args: argparse.Namespace) -> tuple[CocoInstances, CocoInstances]:
@@ -146,6 +162,7 @@ def draw_predictions(model: FasterRCNN, data: CocoInstances, path: Path, device:
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Trains and returns the last scores."""
     args = parse_args(argv)
+    check_args(args)
     torch.manual_seed(args.seed)
     train_data, val_data = load_data(args)
     model = build_model(args, len(train_data.classes)).to(args.device)

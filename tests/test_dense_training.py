@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from flatten_zoo.dense import CocoInstances, CocoScores, coco_split, mask_rcnn, write_shapes
+from flatten_zoo.dense import LEVELS, CocoInstances, CocoScores, coco_split, mask_rcnn, write_shapes
 from flatten_zoo.errors import UsageError
 
 ROOT = Path(__file__).parents[1]
@@ -110,6 +110,14 @@ def test_bad_arguments_of_the_example(tmp_path, arguments, message):
     assert not (tmp_path / 'last.pth').exists()
 
 
+def test_output_is_not_lost(tmp_path):
+    (tmp_path / 'last.pth').touch()
+    with pytest.raises(UsageError, match='holds a trained network already'):
+        run_example('--output', tmp_path)
+    with pytest.raises(UsageError, match='cannot write to'):
+        run_example('--output', tmp_path / 'last.pth' / 'below')
+
+
 def test_example_shows_its_options_and_mistakes():
     environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
     done = subprocess.run(
@@ -131,7 +139,7 @@ def test_unlike_categories(tmp_path):
 def test_mask_rcnn_with_attention_learns(tmp_path):
     environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
     subprocess.run([
-        sys.executable, SCRIPT, '--backbone', 'flatten_pvt_v2_b0', '--attention', 'ea', '--image-size', '96',
-        '--regions', '16', '--batch-size', '4', '--epochs', '4', '--output', tmp_path], env=environment, check=True)
+        sys.executable, SCRIPT, '--backbone', 'flatten_pvt_v2_b0', '--attention', 'ea', '--levels', *LEVELS,
+        '--output', tmp_path], env=environment, check=True)
     scores = torch.load(tmp_path / 'last.pth')['scores']
     assert scores['box AP50'] >= 0.5 and scores['mask AP50'] >= 0.4
