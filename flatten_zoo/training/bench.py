@@ -72,6 +72,7 @@ def bench(args: argparse.Namespace, seconds: float) -> tuple[float, float]:
     args.data_dir = args.data or args.data_dir
     numerics = Numerics.from_options(args, resolve_device(args.device))
     args.device, args.val_split = str(numerics.device), ''
+    args.lr = 0.0  # at the same cost: the full rate without warm-up, on one batch, may diverge
     random_seed(args.seed)
     model = build_training_model(args)
     args.num_classes = model.num_classes

@@ -1,4 +1,5 @@
 """Checkpoints: written whole or not at all, and read with errors that say what is wrong."""
+import math
 import os
 import re
 import shutil
@@ -35,8 +36,11 @@ class Checkpoints(CheckpointSaver):
         self.more_state = state
 
     def save_checkpoint(self, epoch: int, metric: float | None = None) -> tuple[float | None, int | None]:
-        """Save the state after an epoch, as timm does; recovery checkpoints of earlier moments go."""
-        best = super().save_checkpoint(epoch, metric)
+        """Save the state after an epoch, as timm does; recovery checkpoints of earlier moments go.
+
+        A metric that is not a number ranks like none: compared with, it would stay the best for ever.
+        """
+        best = super().save_checkpoint(epoch, None if metric is None or math.isnan(metric) else metric)
         for path in recoveries(Path(self.recovery_dir)).values():
             path.unlink(missing_ok=True)
         return best

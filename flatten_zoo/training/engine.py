@@ -12,9 +12,10 @@ from timm.scheduler import PlateauLRScheduler
 from timm.scheduler.scheduler import Scheduler
 from timm.task import TrainingTask
 from timm.task.evaluator import ClassificationEvaluator
-from timm.utils import dispatch_clip_grad
+from timm.utils import dispatch_clip_grad, unwrap_model
 from torch import nn
 
+from .divergence import EpochLoss, check_weights
 from .numerics import Numerics
 from .progress import Progress
 from .randomness import random_state, set_random_state
@@ -55,6 +56,7 @@ class Trainer:
         folder: Output folder.
         updates: Updates of the weights so far.
         position: Where in an epoch it is, None between epochs.
+        loss: Losses of the current epoch, None before the first.
         scaler: Scaling of the loss.
     """
     args: argparse.Namespace
@@ -67,6 +69,7 @@ class Trainer:
     folder: Path
     updates: int = field(default=0, init=False)
     position: Position | None = field(default=None, init=False)
+    loss: EpochLoss | None = field(default=None, init=False)
     scaler: torch.amp.GradScaler = field(init=False)
 
     def __post_init__(self):
@@ -82,11 +85,15 @@ class Trainer:
 
         Returns:
             The mean training loss as 'loss'.
+
+        Raises:
+            Divergence: A loss or a weight is not finite. It comes to light when figures are shown, before anything is
+                saved, and at the end of the epoch.
         """
         self._start_epoch(epoch)
         position = self.position = self.position or Position(random_state(self.numerics.device))
-        done, images_done = position.batches, position.images
-        loss_sum = torch.as_tensor(position.loss_sum, dtype=torch.float64, device=self.numerics.device)
+        done = position.batches
+        self.loss = EpochLoss(label, self.numerics.device, done, position.images, position.loss_sum)
         closed = True
         progress = Progress(self.loader, label, self.args.log_interval)
         for index, (images, target) in enumerate(progress):
@@ -96,24 +103,39 @@ class Trainer:
                 continue
             images, target = self._prepare_batch(images, target, index)
             batches, closed = self._place_in_update(index)
-            loss_sum = loss_sum + self._backward(images, target, batches) * len(images)
-            images_done += len(images)
+            self.loss.add(self._backward(images, target, batches), len(images))
             if closed:
                 self._update()
-                self.position = Position(position.start, index + 1, images_done, loss_sum)
+                self.position = Position(position.start, index + 1, self.loss.images, self.loss.total)
                 if recover and self._recovery_is_due():
                     recover(index + 1)
             if progress.advance(len(images)):
-                progress.show(loss=f'{loss_sum.item() / images_done:.4f}', lr=f'{self.learning_rate():.3g}')
+                progress.show(loss=f'{self.loss.mean():.4f}', lr=f'{self.learning_rate():.3g}')
         if not closed:  # a stream that was shorter than it said
             self._update()
         if hasattr(self.optimizer, 'sync_lookahead'):
             self.optimizer.sync_lookahead()
         self.position.now = random_state(self.numerics.device)
-        return OrderedDict(loss=loss_sum.item() / max(images_done, 1))
+        self.check()
+        return OrderedDict(loss=self.loss.mean())
+
+    def check(self) -> None:
+        """Refuse to go on with, or save, what has diverged.
+
+        Raises:
+            Divergence: A loss of the epoch or a weight is not finite.
+        """
+        if self.loss is not None:
+            self.loss.mean()
+        check_weights(unwrap_model(self.task.get_trainable_module()), self.loss.label if self.loss else 'checkpoint')
 
     def state_dict(self) -> dict[str, Any]:
-        """What continuing needs besides the model, its average and the optimizer: plain types and tensors."""
+        """What continuing needs besides the model, its average and the optimizer: plain types and tensors.
+
+        Raises:
+            Divergence: There is nothing to continue with.
+        """
+        self.check()
         run = {'updates': self.updates, 'random': random_state(self.numerics.device)}
         run['generators'] = {name: generator.get_state() for name, generator in self._generators().items()}
         if self.position is not None and self.position.batches:

@@ -21,6 +21,7 @@ from flatten_zoo.weights import read_checkpoint
 from .checkpoints import BEST, LAST, Checkpoints, last_checkpoint, load_weights
 from .config import write_options_file
 from .data import evaluation_loader, input_config, mixup_arguments, open_splits, training_loader
+from .divergence import Divergence, remedies
 from .engine import Trainer, evaluate
 from .interrupts import Terminated, exit_status, interrupts_between_batches, raise_if_interrupted
 from .logs import log, setup_logging
@@ -57,12 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             except Terminated:
                 run.save_recovery()
                 raise
+    except Divergence as e:
+        raise UsageError(f'{e}; {remedies(args)}; {what_is_left(run)}') from e
     except KeyboardInterrupt as e:
-        last = run and last_checkpoint(run.folder)
-        if last:
-            log.info('interrupted; the last complete checkpoint is %s', last)
-        else:
-            log.info('interrupted before the first checkpoint')
+        log.info('interrupted; %s', what_is_left(run))
         return exit_status(e)
     return 0
 
@@ -207,6 +206,12 @@ def prepare(args: argparse.Namespace) -> Run:
         sum(p.numel() for p in model.parameters()) / 1e6, numerics.device, ' × '.join(map(str, config['input_size'])),
         args.num_classes, size_text(train_set), size_text(eval_set))
     return run
+
+
+def what_is_left(run: Run | None) -> str:
+    """Where a run that ends early can go on."""
+    last = run and last_checkpoint(run.folder)
+    return f'the last complete checkpoint is {last}' if last else 'there is no checkpoint yet'
 
 
 def size_text(dataset: Dataset | None) -> str:
