@@ -12,10 +12,11 @@ from timm.utils import CheckpointSaver
 from torch import nn
 
 from flatten_zoo.errors import UsageError, first_line
+from flatten_zoo.files import remove_temporaries
 from flatten_zoo.weights import read_checkpoint, select_state_dict
 from flatten_zoo.weights.convert import family_of
 
-__all__ = ['Checkpoints', 'last_checkpoint', 'load_weights', 'run_checkpoint']
+__all__ = ['Checkpoints', 'last_checkpoint', 'load_weights', 'remove_unfinished', 'run_checkpoint']
 
 BEST, LAST = 'model_best.pth.tar', 'last.pth.tar'
 
@@ -94,6 +95,14 @@ class Checkpoints(CheckpointSaver):
         except OSError:  # a file system without hard links
             shutil.copyfile(src, beside)
         os.replace(beside, dst)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a killed process was just writing in its output folder."""
+    for pattern in ('*tmp.pth.tar', '*.pth.tar.tmp'):
+        for path in folder.glob(pattern):
+            path.unlink()
+    remove_temporaries(folder)
 
 
 def recoveries(folder: Path) -> dict[tuple[int, int], Path]:

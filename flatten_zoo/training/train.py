@@ -18,7 +18,7 @@ from tqdm import tqdm
 from flatten_zoo.errors import UsageError
 from flatten_zoo.weights import read_checkpoint
 
-from .checkpoints import BEST, LAST, Checkpoints, last_checkpoint, load_weights
+from .checkpoints import BEST, LAST, Checkpoints, last_checkpoint, load_weights, remove_unfinished
 from .config import write_options_file
 from .data import evaluation_loader, input_config, mixup_arguments, open_splits, training_loader
 from .divergence import Divergence, remedies
@@ -29,7 +29,7 @@ from .models import build_training_model, import_device_modules, resolve_device
 from .numerics import Numerics
 from .options import check_train_options, train_parser
 from .recipe import build_optimizer, build_scheduler, build_task, updates_per_epoch
-from .report import draw_curves, figures_text, next_command, start_wandb
+from .report import draw_curves, figures_text, next_command, start_wandb, trim_summary
 from .resume import find_resumed, first_epoch, resume
 
 __all__ = ['main']
@@ -199,7 +199,7 @@ def prepare(args: argparse.Namespace) -> Run:
         resume(run, resumed, checkpoint)
     if args.log_wandb:
         start_wandb(args, folder.name)
-    make_folder(folder)
+    make_folder(folder, start)
     write_options_file(folder / 'args.yaml', args)
     log.info(
         '%s with %.2f M parameters on %s: %s images, %d classes, %s for training and %s for validation', args.model,
@@ -236,9 +236,11 @@ def output_folder(args: argparse.Namespace, size: int, resumed: Path | None) -> 
     return folder
 
 
-def make_folder(folder: Path) -> None:
-    """Make the output folder."""
+def make_folder(folder: Path, start: int) -> None:
+    """Make the output folder; where an earlier process was killed in it, remove what will be done again."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise UsageError(f"cannot make the output folder '{folder}': {e.strerror}") from e
+    remove_unfinished(folder)
+    trim_summary(folder / 'summary.csv', start)
