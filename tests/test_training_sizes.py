@@ -2,6 +2,7 @@
 import shlex
 
 import pytest
+import torch
 
 from flatten_zoo.errors import UsageError
 from flatten_zoo.training.options import check_train_options, train_parser
@@ -71,3 +72,21 @@ def test_loader_for_all_epochs(tmp_path, images):
     rows = (tmp_path / 'run' / 'summary.csv').read_text().splitlines()
     assert len(rows) == 3
     assert float(rows[2].split(',')[1]) < float(rows[1].split(',')[1])
+
+
+@pytest.mark.parametrize('scale, exponent', [('none', 0), ('sqrt', 0.5), ('linear', 1)])
+def test_gradient_of_a_batch_is_weighed_by_its_size(tmp_path, images, scale, exponent):
+    """With plain SGD, an update is the learning rate times that gradient; the loss that is shown is as it is."""
+    args = train_parser().parse_args([
+        *TINY, str(images), '--output', str(tmp_path), '--opt', 'momentum', '--momentum', '0', '--weight-decay', '0',
+        '--train-img-sizes', '32', '--train-batch-sizes', '12', '--variable-batch-loss-scale', scale, '--no-aug'])
+    check_train_options(args)
+    trainer = prepare(args).trainer
+    model = trainer.task.trainable_module
+    batch, target = next(iter(trainer.loader))
+    before = model.fc.weight.detach().clone()
+    loss = trainer._backward(batch, target, batches=1)
+    assert loss == trainer.task(batch, target)['loss']
+    gradient = torch.autograd.grad(trainer.task(batch, target)['loss'], model.fc.weight)[0]
+    trainer._update()
+    torch.testing.assert_close(before - model.fc.weight, 0.02 * (12 / 6) ** exponent * gradient, rtol=1e-3, atol=1e-7)

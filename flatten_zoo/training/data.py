@@ -13,6 +13,7 @@ from flatten_zoo.errors import UsageError, first_line
 from .augmentation import allow_strongest_posterize
 from .numerics import Numerics
 from .sources import CheckedStream, LoadingError, check_source
+from .views import Views
 
 __all__ = [
     'check_classes', 'check_same_classes', 'evaluation_loader', 'input_config', 'mixup_arguments', 'open_dataset',
@@ -267,11 +268,16 @@ def evaluation_loader(
         batch_size: int,
         crop_border_pixels: int | None = None,
         tf_preprocessing: bool = False,
+        views: int = 0,
 ):
-    """Every image once, in order."""
-    return create_loader(
+    """Every image once, in order; with `views`, as (B, views, C, H, W) and not more views to a batch than images else."""
+    batch_size = max(batch_size // max(views, 1), 1)
+    loader = create_loader(
         dataset, input_size=config['input_size'], batch_size=batch_size, interpolation=config['interpolation'],
         mean=config['mean'], std=config['std'], crop_pct=config['crop_pct'], crop_mode=config['crop_mode'],
         crop_border_pixels=crop_border_pixels, num_workers=args.workers, pin_memory=args.pin_mem,
         device=numerics.device, img_dtype=numerics.dtype, use_prefetcher=not args.no_prefetcher,
         tf_preprocessing=tf_preprocessing, persistent_workers=False)
+    if views:
+        dataset.transform = Views(dataset.transform, views)
+    return loader

@@ -232,8 +232,14 @@ class Trainer:
         """Add a batch's share to the gradients; returns its loss."""
         with self.numerics.autocast():
             loss = self.task(images, target)['loss']
-        self.scaler.scale(loss / batches).backward(create_graph=getattr(self.optimizer, 'is_second_order', False))
+        share = self._loss_scale(len(images)) * loss / batches
+        self.scaler.scale(share).backward(create_graph=getattr(self.optimizer, 'is_second_order', False))
         return loss.detach()
+
+    def _loss_scale(self, images: int) -> float:
+        """Weight of a batch that `--train-batch-sizes` makes larger or smaller than `--batch-size`."""
+        exponent = {'none': 0, 'sqrt': 0.5, 'linear': 1}[self.args.variable_batch_loss_scale]
+        return (images / self.args.batch_size) ** exponent
 
     def _update(self) -> None:
         """One update of the weights, their average and the learning rate."""
@@ -268,7 +274,9 @@ def evaluate(
     progress = Progress(loader, label, log_interval)
     for images, target in progress:
         with numerics.autocast():
-            output = model(numerics.images(images))
+            output = model(numerics.images(images.flatten(0, -4)))
+        if images.ndim == 5:  # several views of each image
+            output = output.float().unflatten(0, images.shape[:2]).mean(1)
         evaluator.update(output, target.to(numerics.device, non_blocking=True))
         if progress.advance(len(images)):
             figures = evaluator.summary()

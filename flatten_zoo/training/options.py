@@ -1,5 +1,6 @@
 """The options of `train.py` and `validate.py`: timm's names, meanings and defaults."""
 import argparse
+import importlib.util
 import os
 
 from timm.optim import list_optimizers
@@ -8,6 +9,7 @@ from flatten_zoo.errors import UsageError, unknown_name
 
 from .config import KeyValues, OptionParser
 from .numerics import check_compilation
+from .views import MOST_VIEWS
 
 __all__ = ['REFUSED', 'check_train_options', 'check_validate_options', 'train_parser', 'validate_parser']
 
@@ -26,7 +28,6 @@ REFUSED = {
     **dict.fromkeys(('torchscript', 'fuser', 'aot_autograd'), _TORCHSCRIPT),
     **dict.fromkeys((
         'sync_bn', 'dist_bn', 'local_rank', 'no_ddp_bb', 'synchronize_step', 'aug_repeats', 'num_gpu'), _DISTRIBUTED),
-    **dict.fromkeys(('tta', 'variable_batch_loss_scale'), 'not there yet'),
 }
 
 INTERPOLATIONS = ('bilinear', 'bicubic', 'nearest', 'lanczos', 'box', 'hamming')
@@ -285,6 +286,9 @@ def _size_options(parser: OptionParser) -> None:
         '--train-size-random-mix', type=float, default=0.1, metavar='P', help='part of it that is drawn from all sizes')
     group.add_argument(
         '--train-batches-per-epoch', '--train-steps-per-epoch', type=int, metavar='N', help='batches per epoch')
+    group.add_argument(
+        '--variable-batch-loss-scale', type=str, default='none', choices=('none', 'sqrt', 'linear'),
+        help='weigh the loss of a batch by (its size / --batch-size), or the square root of that')
 
 
 def _mixing_options(parser: OptionParser) -> None:
@@ -329,6 +333,9 @@ def _output_options(parser: OptionParser) -> None:
     group.add_argument('-b', '--batch-size', type=int, default=128, metavar='N', help='images per training batch')
     group.add_argument('-vb', '--validation-batch-size', type=int, metavar='N', help='the same if not given')
     group.add_argument('--eval-metric', type=str, default='top1', choices=('top1', 'top5', 'loss'), help='best by what')
+    group.add_argument(
+        '--tta', type=int, default=0, metavar='N',
+        help='validate on N views of each image (centre, corners, mirror images), up to 10, and average the outputs')
     group.add_argument('--val-interval', type=int, default=1, metavar='N', help='epochs between validations')
     group.add_argument('--log-interval', type=int, default=50, metavar='N', help='batches between log lines')
     group.add_argument('--checkpoint-hist', type=int, default=10, metavar='N', help='checkpoints to keep')
@@ -341,6 +348,9 @@ def _output_options(parser: OptionParser) -> None:
     group.add_argument('--wandb-project', type=str, metavar='NAME', help='project there')
     group.add_argument('--wandb-tags', type=str, nargs='+', default=[], metavar='TAG', help='tags there')
     group.add_argument('--wandb-resume-id', type=str, default='', metavar='ID', help='run there to continue')
+    group.add_argument(
+        '--log-tensorboard', action='store_true',
+        help='log every epoch for TensorBoard, in the output folder (needs tensorboard)')
     group.add_argument('--save-images', action='store_true', help='save training batches at every log interval')
     group.add_argument('--output', default='', type=str, metavar='DIR', help='parent of the output, output/train')
     group.add_argument('--experiment', default='', type=str, metavar='NAME', help='folder in it; date, model and size')
@@ -365,7 +375,7 @@ def check_train_options(args: argparse.Namespace) -> None:
     _check_minimum(args, 1, 'batch_size', 'validation_batch_size', 'epochs', 'val_interval', 'log_interval',
                    'checkpoint_hist', 'lr_base_size', 'recount', 'lr_cycle_limit', 'grad_accum_steps', *_SIZES)
     _check_minimum(args, 0, 'workers', 'warmup_epochs', 'cooldown_epochs', 'start_epoch', 'mixup_off_epoch', 'lr',
-                   'lr_base', 'weight_decay', 'mixup', 'cutmix', 'clip_grad', 'aug_splits', 'recovery_interval')
+                   'lr_base', 'weight_decay', 'mixup', 'cutmix', 'clip_grad', 'aug_splits', 'recovery_interval', 'tta')
     _check_probability(args, 'hflip', 'vflip', 'reprob', 'mixup_prob', 'mixup_switch_prob', 'color_jitter_prob',
                        'grayscale_prob', 'gaussian_blur_prob', 'smoothing', 'drop', 'drop_connect', 'drop_path',
                        'drop_block', 'model_ema_decay')
@@ -375,6 +385,10 @@ def check_train_options(args: argparse.Namespace) -> None:
     _check_sizes(args)
     if args.model_dtype == 'float16' and args.model_ema:
         raise UsageError('--model-dtype float16 is too coarse for --model-ema: use bfloat16, or --amp in its place')
+    if args.tta > MOST_VIEWS:
+        raise UsageError(f'--tta {args.tta}: there are {MOST_VIEWS} views of an image')
+    if args.log_tensorboard and importlib.util.find_spec('tensorboard') is None:
+        raise UsageError("--log-tensorboard needs the package tensorboard: pip install 'flatten_zoo[tensorboard]'")
     optimizer = args.opt.lower().removeprefix('lookahead_')
     if optimizer not in list_optimizers():
         raise unknown_name('optimizer', args.opt, list_optimizers())
@@ -446,6 +460,8 @@ def _check_sizes(args: argparse.Namespace) -> None:
     for name in dependent if not sizes else ():
         if getattr(args, name) is not None:
             raise UsageError(f'{_flag(name)} needs --train-img-sizes')
+    if args.variable_batch_loss_scale != 'none' and not args.train_batch_sizes:
+        raise UsageError('--variable-batch-loss-scale needs --train-batch-sizes: all batches have one size without')
     if not sizes:
         return
     for name in dependent[:2]:

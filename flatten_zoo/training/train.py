@@ -29,7 +29,7 @@ from .models import build_training_model, import_device_modules, resolve_device
 from .numerics import Numerics
 from .options import check_train_options, train_parser
 from .recipe import build_optimizer, build_scheduler, build_task, updates_per_epoch
-from .report import draw_curves, figures_text, next_command, start_wandb, trim_summary
+from .report import draw_curves, figures_text, log_last_row, next_command, start_tensorboard, start_wandb, trim_summary
 from .resume import find_resumed, first_epoch, resume
 
 __all__ = ['main']
@@ -78,6 +78,7 @@ class Run:
         saver: Keeps the checkpoints.
         epochs: Number of epochs, warm-up prefix and cooldown included.
         epoch: The current epoch, at first the one to start with.
+        tensorboard: Where each row of the summary is logged as well, if anywhere.
     """
     args: argparse.Namespace
     folder: Path
@@ -86,6 +87,7 @@ class Run:
     saver: Checkpoints
     epochs: int
     epoch: int
+    tensorboard: Any = None
 
     def train(self) -> None:
         """Train every epoch; validate, record and save after each; report at the end."""
@@ -143,6 +145,8 @@ class Run:
         summary = self.folder / 'summary.csv'
         columns = figures or (self.loader_eval and dict.fromkeys(trainer.task.create_evaluator().metric_names, ''))
         update_summary(epoch, train_figures, columns, summary, lr=trainer.learning_rate(), log_wandb=args.log_wandb)
+        if self.tensorboard is not None:
+            log_last_row(self.tensorboard, summary)
         draw_curves(summary, self.folder / 'curves.png')
         metric = figures and figures[args.eval_metric]
         if trainer.scheduler is not None:
@@ -178,8 +182,9 @@ def prepare(args: argparse.Namespace) -> Run:
     config = input_config(args, model)
     train_set, eval_set = open_splits(args, channels=config['input_size'][0])
     loader = training_loader(args, train_set, config, numerics)
-    eval_batch = args.validation_batch_size or args.batch_size
-    loader_eval = evaluation_loader(args, eval_set, config, numerics, eval_batch) if eval_set is not None else None
+    eval_batch, loader_eval = args.validation_batch_size or args.batch_size, None
+    if eval_set is not None:
+        loader_eval = evaluation_loader(args, eval_set, config, numerics, eval_batch, views=args.tta)
 
     task = build_task(args, numerics.place(model), numerics.device)
     optimizer = build_optimizer(args, model)
@@ -200,6 +205,8 @@ def prepare(args: argparse.Namespace) -> Run:
     if args.log_wandb:
         start_wandb(args, folder.name)
     make_folder(folder, start)
+    if args.log_tensorboard:
+        run.tensorboard = start_tensorboard(folder, start)
     write_options_file(folder / 'args.yaml', args)
     log.info(
         '%s with %.2f M parameters on %s: %s images, %d classes, %s for training and %s for validation', args.model,
