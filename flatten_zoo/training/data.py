@@ -270,7 +270,7 @@ def evaluation_loader(
         tf_preprocessing: bool = False,
         views: int = 0,
 ):
-    """Every image once, in order; with `views`, as (B, views, C, H, W) and not more views to a batch than images else."""
+    """Every image once, in order; with `views` as (B, views, C, H, W), a batch of as many views as images otherwise."""
     batch_size = max(batch_size // max(views, 1), 1)
     loader = create_loader(
         dataset, input_size=config['input_size'], batch_size=batch_size, interpolation=config['interpolation'],
