@@ -16,7 +16,7 @@ from flatten_zoo.files import remove_temporaries
 from flatten_zoo.weights import read_checkpoint, select_state_dict
 from flatten_zoo.weights.convert import family_of
 
-__all__ = ['Checkpoints', 'last_checkpoint', 'load_weights', 'remove_unfinished', 'run_checkpoint']
+__all__ = ['Checkpoints', 'last_checkpoint', 'load_weights', 'read_saved', 'remove_unfinished', 'run_checkpoint']
 
 BEST, LAST = 'model_best.pth.tar', 'last.pth.tar'
 
@@ -77,8 +77,9 @@ class Checkpoints(CheckpointSaver):
                 os.fsync(file.fileno())
         except BaseException as e:
             Path(save_path).unlink(missing_ok=True)
-            if isinstance(e, OSError | RuntimeError):  # what torch raises on a full disk
-                reason = getattr(e, 'strerror', None) or first_line(e)
+            if isinstance(e, OSError | RuntimeError):  # torch raises the latter while it handles the former
+                cause = e if isinstance(e, OSError) else e.__context__
+                reason = getattr(cause, 'strerror', None) or first_line(e)
                 raise UsageError(
                     f"cannot write a checkpoint in '{self.checkpoint_dir}': {reason}; the earlier ones are whole, "
                     f'--resume auto continues from there') from e
@@ -124,8 +125,30 @@ def last_checkpoint(folder: Path) -> Path | None:
     found = recoveries(folder)
     last = folder / LAST
     if last.is_file():
-        found[(read_checkpoint(last).get('epoch', -1) + 1, 0) if found else (0, 0)] = last
+        found[(read_saved(last).get('epoch', -1) + 1, 0) if found else (0, 0)] = last
     return found[max(found)] if found else None
+
+
+def read_saved(path: Path) -> dict[str, Any]:
+    """Read a checkpoint to continue from.
+
+    Raises:
+        UsageError: It is damaged; the message names the latest whole one in its folder, if there is one.
+    """
+    try:
+        return read_checkpoint(path)
+    except UsageError as e:
+        others = sorted(path.parent.glob('*-*.pth.tar'), key=os.path.getmtime, reverse=True)
+        whole = next(filter(_is_whole, others), None)
+        raise UsageError(
+            f"{e}, or move it away and continue with --resume '{whole}', which is whole" if whole else str(e)) from e
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return bool(read_checkpoint(path))
+    except UsageError:
+        return False
 
 
 def run_checkpoint(folder: Path) -> Path:

@@ -1,6 +1,7 @@
 """Training from the first option to the last line of the report: `train.py`."""
 import argparse
 import datetime
+import errno
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -16,9 +17,8 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from flatten_zoo.errors import UsageError
-from flatten_zoo.weights import read_checkpoint
 
-from .checkpoints import BEST, LAST, Checkpoints, last_checkpoint, load_weights, remove_unfinished
+from .checkpoints import BEST, LAST, Checkpoints, last_checkpoint, load_weights, read_saved, remove_unfinished
 from .config import write_options_file
 from .data import evaluation_loader, input_config, mixup_arguments, open_splits, training_loader
 from .divergence import Divergence, remedies
@@ -60,6 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise
     except Divergence as e:
         raise UsageError(f'{e}; {remedies(args)}; {what_is_left(run)}') from e
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UsageError(f'cannot write the output: {e.strerror}; {what_is_left(run)}') from e
     except KeyboardInterrupt as e:
         log.info('interrupted; %s', what_is_left(run))
         return exit_status(e)
@@ -170,7 +174,7 @@ def prepare(args: argparse.Namespace) -> Run:
     numerics = Numerics.from_options(args, resolve_device(args.device))
     random_seed(args.seed)
     resumed = find_resumed(args)
-    checkpoint = read_checkpoint(resumed) if resumed else None
+    checkpoint = read_saved(resumed) if resumed else None
     start = first_epoch(args, checkpoint)
     args.data_dir, args.data = args.data or args.data_dir, None
     model = build_training_model(args)
@@ -217,7 +221,9 @@ def prepare(args: argparse.Namespace) -> Run:
 
 def what_is_left(run: Run | None) -> str:
     """Where a run that ends early can go on."""
-    last = run and last_checkpoint(run.folder)
+    if run is None:
+        return 'training had not begun'
+    last = last_checkpoint(run.folder)
     return f'the last complete checkpoint is {last}' if last else 'there is no checkpoint yet'
 
 
