@@ -1,5 +1,6 @@
 """Data sets and loaders: timm's, with their silent failures turned into errors."""
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils.data import Dataset
 from flatten_zoo.errors import UsageError, first_line
 
 from .augmentation import allow_strongest_posterize
+from .distributed import world_size
 from .numerics import Numerics
 from .sources import CheckedStream, LoadingError, check_source
 
@@ -208,13 +210,17 @@ def training_loader(
         config: dict[str, Any],
         numerics: Numerics,
 ):
-    """Shuffled and augmented batches of a fixed size.
+    """This process's share of the images, shuffled and augmented, in batches of a fixed size.
+
+    Each image is in the share of one process. Where the images do not divide evenly, some are in two, so that all
+    processes have the same number of batches; as on one process, images that do not fill a last batch are left out.
 
     Raises:
-        UsageError: There are fewer images than one batch takes.
+        UsageError: There are fewer images than one batch takes, or they are a stream and cannot be repeated.
     """
-    if not isinstance(dataset, torch.utils.data.IterableDataset) and len(dataset) < args.batch_size:
-        raise UsageError(f'--batch-size {args.batch_size} is more than the {len(dataset)} training images')
+    _check_batch_is_filled('--batch-size', args.batch_size, dataset)
+    if args.aug_repeats and isinstance(dataset, torch.utils.data.IterableDataset):
+        raise UsageError(f'--aug-repeats {args.aug_repeats:g} needs data that can be read in any order, not a stream')
     allow_strongest_posterize()
     mixup = mixup_arguments(args)
     prefetch = not args.no_prefetcher
@@ -227,11 +233,19 @@ def training_loader(
         train_crop_mode=args.train_crop_mode, scale=args.scale, ratio=args.ratio, hflip=args.hflip, vflip=args.vflip,
         color_jitter=args.color_jitter, color_jitter_prob=args.color_jitter_prob, grayscale_prob=args.grayscale_prob,
         gaussian_blur_prob=args.gaussian_blur_prob, auto_augment=args.aa, num_aug_splits=args.aug_splits,
+        num_aug_repeats=args.aug_repeats, distributed=world_size() > 1,
         interpolation=interpolation, mean=config['mean'], std=config['std'], num_workers=args.workers,
         collate_fn=FastCollateMixup(**mixup) if mixup and prefetch else None, pin_memory=args.pin_mem,
         device=numerics.device, img_dtype=numerics.dtype, use_prefetcher=prefetch, persistent_workers=False,
         worker_seeding=args.worker_seeding, use_multi_epochs_loader=args.use_multi_epochs_loader,
         **scheduled_sizes(args, dataset))
+
+
+def _check_batch_is_filled(option: str, batch_size: int, dataset: Dataset) -> None:
+    processes = world_size()
+    if not isinstance(dataset, torch.utils.data.IterableDataset) and math.ceil(len(dataset) / processes) < batch_size:
+        each = f'{processes} processes with ' if processes > 1 else ''
+        raise UsageError(f'{each}{option} {batch_size} take more than the {len(dataset)} training images')
 
 
 def scheduled_sizes(args: argparse.Namespace, dataset: Dataset) -> dict[str, Any]:
@@ -244,8 +258,7 @@ def scheduled_sizes(args: argparse.Namespace, dataset: Dataset) -> dict[str, Any
         return {}
     if isinstance(dataset, torch.utils.data.IterableDataset):
         raise UsageError('--train-img-sizes needs data with a length, not a stream')
-    if max(args.train_batch_sizes or [0]) > len(dataset):
-        raise UsageError(f'--train-batch-sizes {args.train_batch_sizes}: there are {len(dataset)} training images')
+    _check_batch_is_filled('--train-batch-sizes', max(args.train_batch_sizes or [0]), dataset)
     return {
         'input_size_choices': args.train_img_sizes,
         'batch_size_choices': args.train_batch_sizes,
@@ -268,10 +281,13 @@ def evaluation_loader(
         crop_border_pixels: int | None = None,
         tf_preprocessing: bool = False,
 ):
-    """Every image once, in order."""
+    """Every image once, in order; of several processes, each has its share.
+
+    Shares of one size may need images of another share at the end: timm's `evaluation_sample_limit` tells where.
+    """
     return create_loader(
         dataset, input_size=config['input_size'], batch_size=batch_size, interpolation=config['interpolation'],
         mean=config['mean'], std=config['std'], crop_pct=config['crop_pct'], crop_mode=config['crop_mode'],
         crop_border_pixels=crop_border_pixels, num_workers=args.workers, pin_memory=args.pin_mem,
         device=numerics.device, img_dtype=numerics.dtype, use_prefetcher=not args.no_prefetcher,
-        tf_preprocessing=tf_preprocessing, persistent_workers=False)
+        tf_preprocessing=tf_preprocessing, persistent_workers=False, distributed=world_size() > 1)

@@ -7,6 +7,7 @@ from flatten_zoo.errors import UsageError, first_line
 from flatten_zoo.weights import select_state_dict
 
 from .checkpoints import last_checkpoint
+from .distributed import is_first
 from .logs import log
 from .report import trim_summary
 
@@ -66,7 +67,8 @@ def resume(run: 'Run', path: Path, checkpoint: dict[str, Any]) -> None:
             f"--resume '{path}': its optimizer state does not fit ({first_line(e)}); "
             f'--no-resume-opt continues with a new one') from e
     if path.parent.resolve() == run.folder.resolve():
-        trim_summary(run.folder / 'summary.csv', run.epoch)
-        whole = run.trainer.position is None and not args.no_resume_opt and args.start_epoch is None
+        if is_first():
+            trim_summary(run.folder / 'summary.csv', run.epoch)
+        whole = 'position' not in checkpoint.get('run', {}) and not args.no_resume_opt and args.start_epoch is None
         run.saver.continue_with(checkpoint, again=whole)
     log.info('continuing from %s at epoch %d', path, run.epoch)
