@@ -1,13 +1,16 @@
 """Data sets and loaders: timm's, with their silent failures turned into errors."""
 import argparse
 import math
+import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from timm.data import AugMixDataset, FastCollateMixup, create_dataset, create_loader, resolve_data_config
-from timm.data.loader import adapt_to_chs
-from torch.utils.data import Dataset
+from timm.data.loader import PrefetchLoader, adapt_to_chs
+from torch.utils.data import DataLoader, Dataset
 
 from flatten_zoo.errors import UsageError, first_line
 
@@ -227,7 +230,7 @@ def training_loader(
     interpolation = config['interpolation'] if args.no_aug or not args.train_interpolation else args.train_interpolation
     if args.aug_splits:
         dataset = AugMixDataset(dataset, num_splits=args.aug_splits)
-    return create_loader(
+    return _apart(create_loader(
         dataset, input_size=config['input_size'], batch_size=args.batch_size, is_training=True, no_aug=args.no_aug,
         re_prob=args.reprob, re_mode=args.remode, re_count=args.recount, re_split=args.resplit,
         train_crop_mode=args.train_crop_mode, scale=args.scale, ratio=args.ratio, hflip=args.hflip, vflip=args.vflip,
@@ -238,7 +241,7 @@ def training_loader(
         collate_fn=FastCollateMixup(**mixup) if mixup and prefetch else None, pin_memory=args.pin_mem,
         device=numerics.device, img_dtype=numerics.dtype, use_prefetcher=prefetch, persistent_workers=False,
         worker_seeding=args.worker_seeding, use_multi_epochs_loader=args.use_multi_epochs_loader,
-        **scheduled_sizes(args, dataset))
+        **scheduled_sizes(args, dataset)))
 
 
 def _check_batch_is_filled(option: str, batch_size: int, dataset: Dataset) -> None:
@@ -272,6 +275,19 @@ def scheduled_sizes(args: argparse.Namespace, dataset: Dataset) -> dict[str, Any
     }
 
 
+def _apart(loader: DataLoader | PrefetchLoader) -> DataLoader | PrefetchLoader:
+    """Keep signals to the group of this process, such as Ctrl-C or torchrun's, from those of its loader."""
+    inner = loader.loader if isinstance(loader, PrefetchLoader) else loader
+    if hasattr(os, 'setpgid'):
+        inner.worker_init_fn = partial(_start_apart, inner.worker_init_fn)
+    return loader
+
+
+def _start_apart(initialize: Callable[[int], None], worker: int) -> None:
+    os.setpgid(0, 0)
+    initialize(worker)
+
+
 def evaluation_loader(
         args: argparse.Namespace,
         dataset: Dataset,
@@ -285,9 +301,9 @@ def evaluation_loader(
 
     Shares of one size may need images of another share at the end: timm's `evaluation_sample_limit` tells where.
     """
-    return create_loader(
+    return _apart(create_loader(
         dataset, input_size=config['input_size'], batch_size=batch_size, interpolation=config['interpolation'],
         mean=config['mean'], std=config['std'], crop_pct=config['crop_pct'], crop_mode=config['crop_mode'],
         crop_border_pixels=crop_border_pixels, num_workers=args.workers, pin_memory=args.pin_mem,
         device=numerics.device, img_dtype=numerics.dtype, use_prefetcher=not args.no_prefetcher,
-        tf_preprocessing=tf_preprocessing, persistent_workers=False, distributed=world_size() > 1)
+        tf_preprocessing=tf_preprocessing, persistent_workers=False, distributed=world_size() > 1))

@@ -1,6 +1,7 @@
 """Several processes that train together, as torchrun starts them: they join, agree, share, and end as one."""
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -108,7 +109,10 @@ _FAILURES = 'flatten_zoo/failures'
 def _is_first_to_fail(report: bool = True) -> bool:
     """Whether no other process has reported an error; with `report`, this one has from now on."""
     if not dist.is_initialized():  # still at the command line, which is the same for all
-        return world_info_from_env()[0] == 0
+        if world_info_from_env()[0] == 0:
+            return True
+        time.sleep(10)  # torchrun ends all with the first that ends, which has to be the one that reports
+        return False
     try:
         return _get_default_store().add(_FAILURES, int(report)) == int(report)
     except RuntimeError:  # the process that keeps the store is gone

@@ -36,7 +36,7 @@ def interrupts_between_batches() -> Iterator[None]:
             return
         if not _pending:
             if hasattr(signal, 'SIGCHLD'):  # the end of the loader's processes matters when their batch is missing
-                before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
             _pending = _KINDS.index(Terminated if number == signal.SIGTERM else KeyboardInterrupt)
             log.info('stopping after this batch; Ctrl-C stops at once')
         elif number == signal.SIGINT:  # SIGTERM may come twice, from the batch system and from torchrun
