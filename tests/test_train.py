@@ -398,6 +398,6 @@ def test_command_reports_a_mistake_on_one_line():
     assert log == "error: unknown option '--epoch'; did you mean --epochs, --start-epoch, --reprob?\n"
 
 
-def test_several_processes_are_refused(capsys, images, monkeypatch):
+def test_one_of_several_processes_alone(capsys, images, monkeypatch):
     monkeypatch.setenv('WORLD_SIZE', '2')
-    assert 'WORLD_SIZE=2: ' in refused(capsys, images)
+    assert 'the 2 processes of this run cannot join: Error initializing' in refused(capsys, images)

@@ -16,6 +16,7 @@ from timm.utils import random_seed
 from flatten_zoo.errors import UsageError, report_usage_errors
 
 from .data import input_config, mixup_arguments, open_splits, training_loader
+from .distributed import as_one, check_alone
 from .engine import Trainer
 from .interrupts import interrupts_between_batches
 from .logs import setup_logging
@@ -43,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         UsageError: What was asked for cannot be done.
     """
     setup_logging()
+    with as_one():
+        check_alone('bench')
     parser = train_parser()
     parser.prog = 'python -m flatten_zoo.training.bench'
     parser.description = 'Images per second of the loader alone and of the model alone, with the options of train.py.'

@@ -16,6 +16,8 @@ from flatten_zoo.files import remove_temporaries
 from flatten_zoo.weights import read_checkpoint, select_state_dict
 from flatten_zoo.weights.convert import family_of
 
+from .distributed import is_first
+
 __all__ = ['Checkpoints', 'last_checkpoint', 'load_weights', 'read_saved', 'remove_unfinished', 'run_checkpoint']
 
 BEST, LAST = 'model_best.pth.tar', 'last.pth.tar'
@@ -26,25 +28,36 @@ class Checkpoints(CheckpointSaver):
 
     A file under its final name is always complete: it is written beside, synchronised to disk, and renamed.
     Checkpoints hold plain types and tensors only, so that `torch.load` reads them with `weights_only=True`.
+    The first process writes them, but all have to take part, as each has a state of its own.
 
     Args:
-        state: Returns more entries of a checkpoint.
+        state: Returns more entries of a checkpoint, to be called in all processes together.
         kwargs: Arguments of timm's saver.
     """
 
     def __init__(self, *, state: Callable[[], dict[str, Any]], **kwargs):
         super().__init__(**kwargs)
         self.more_state = state
+        self.entries = {}
 
     def save_checkpoint(self, epoch: int, metric: float | None = None) -> tuple[float | None, int | None]:
         """Save the state after an epoch, as timm does; recovery checkpoints of earlier moments go.
 
         A metric that is not a number ranks like none: compared with, it would stay the best for ever.
         """
+        self.entries = self.more_state()
+        if not is_first():
+            return None, None
         best = super().save_checkpoint(epoch, None if metric is None or math.isnan(metric) else metric)
         for path in recoveries(Path(self.recovery_dir)).values():
             path.unlink(missing_ok=True)
         return best
+
+    def save_recovery(self, epoch: int, batch_idx: int = 0) -> None:
+        """Save the state within an epoch, after so many batches."""
+        self.entries = self.more_state()
+        if is_first():
+            super().save_recovery(epoch, batch_idx)
 
     def continue_with(self, checkpoint: dict[str, Any], again: bool) -> None:
         """Go on with the history of an earlier process in the same folder.
@@ -65,7 +78,7 @@ class Checkpoints(CheckpointSaver):
             'version': 2,
             'optimizer': self.optimizer.state_dict(),
             'saver': self.state_dict(epoch, metric),
-            **self.more_state(),
+            **self.entries,
             **self.task.get_checkpoint_state(unwrap_fn=self.unwrap_fn),
             **self.task.get_checkpoint_state(ema=True, unwrap_fn=self.unwrap_fn),
         }

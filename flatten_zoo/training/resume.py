@@ -65,6 +65,6 @@ def resume(run: 'Run', path: Path, checkpoint: dict[str, Any]) -> None:
             f"--resume '{path}': its optimizer state does not fit ({first_line(e)}); "
             f'--no-resume-opt continues with a new one') from e
     if path.parent.resolve() == run.folder.resolve():
-        whole = run.trainer.position is None and not args.no_resume_opt and args.start_epoch is None
+        whole = 'position' not in checkpoint.get('run', {}) and not args.no_resume_opt and args.start_epoch is None
         run.saver.continue_with(checkpoint, again=whole)
     log.info('continuing from %s at epoch %d', path, run.epoch)

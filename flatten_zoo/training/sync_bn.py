@@ -1,0 +1,70 @@
+"""Batch norm over the images of all processes, on CPUs as well, where torch's own does not run."""
+import torch
+import torch.distributed as dist
+from timm.layers import SyncBatchNormAct, convert_sync_batchnorm
+from torch import nn
+
+__all__ = ['synchronize_batch_norm']
+
+
+def synchronize_batch_norm(model: nn.Module, device: torch.device) -> nn.Module:
+    """Let a model's batch norms take their statistics from the batches of all processes.
+
+    Args:
+        model: Model on the device.
+        device: Where it is.
+
+    Returns:
+        The model, whose parameters stay the same objects.
+    """
+    model = convert_sync_batchnorm(model)
+    for layer in model.modules():
+        if isinstance(layer, nn.SyncBatchNorm) and device.type == 'cpu':
+            layer.__class__ = _SyncBatchNormActOnCPU
+    return model
+
+
+class _SumOverProcesses(torch.autograd.Function):
+    """Sum of a tensor over the processes; its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        return _SumOverProcesses.apply(grad)
+
+
+class _SyncBatchNormOnCPU(nn.SyncBatchNorm):
+    """What torch's does with kernels for GPUs, in plain operators."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return super().forward(x)
+        inner = [dim for dim in range(x.ndim) if dim != 1]
+        per_channel = [-1 if dim == 1 else 1 for dim in range(x.ndim)]
+        values = x.float()
+        count = _SumOverProcesses.apply(values.new_tensor(values.numel() // values.shape[1]))
+        mean = _SumOverProcesses.apply(values.sum(inner)) / count
+        centred = values - mean.view(per_channel)
+        var = _SumOverProcesses.apply(centred.square().sum(inner)) / count
+        if self.track_running_stats:
+            self._follow(mean.detach(), var.detach() * count / (count - 1))
+        values = centred * (var + self.eps).rsqrt().view(per_channel)
+        if self.affine:
+            values = values * self.weight.view(per_channel) + self.bias.view(per_channel)
+        return values.to(x.dtype)
+
+    @torch.no_grad()
+    def _follow(self, mean: torch.Tensor, var: torch.Tensor) -> None:
+        self.num_batches_tracked += 1
+        weight = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
+        self.running_var.lerp_(var.to(self.running_var.dtype), weight)
+
+
+class _SyncBatchNormActOnCPU(SyncBatchNormAct, _SyncBatchNormOnCPU):
+    """With the dropout and activation that timm's batch norms may have."""
