@@ -179,9 +179,9 @@ def test_mean_is_over_images_and_names_the_first_bad_batch():
 def test_validation_that_is_not_a_number_is_never_the_best(tmp_path, images, monkeypatch):
     original, calls = ClassificationTask.create_evaluator, []
 
-    def evaluator(self):
+    def evaluator(self, **kwargs):
         calls.append(1)
-        made = original(self)
+        made = original(self, **kwargs)
         if len(calls) == 2:  # the first asks for the columns' names only
             made.loss_sum.fill_(float('nan'))
         return made

@@ -1,4 +1,5 @@
 """Several image sizes in one run, and the loader that lives through all epochs."""
+import copy
 import shlex
 
 import pytest
@@ -79,14 +80,15 @@ def test_gradient_of_a_batch_is_weighed_by_its_size(tmp_path, images, scale, exp
     """With plain SGD, an update is the learning rate times that gradient; the loss that is shown is as it is."""
     args = train_parser().parse_args([
         *TINY, str(images), '--output', str(tmp_path), '--opt', 'momentum', '--momentum', '0', '--weight-decay', '0',
-        '--train-img-sizes', '32', '--train-batch-sizes', '12', '--variable-batch-loss-scale', scale, '--no-aug'])
+        '--train-img-sizes', '32', '--train-batch-sizes', '36', '--variable-batch-loss-scale', scale])
     check_train_options(args)
     trainer = prepare(args).trainer
-    model = trainer.task.trainable_module
-    batch, target = next(iter(trainer.loader))
-    before = model.fc.weight.detach().clone()
-    loss = trainer._backward(batch, target, batches=1)
-    assert loss == trainer.task(batch, target)['loss']
-    gradient = torch.autograd.grad(trainer.task(batch, target)['loss'], model.fc.weight)[0]
-    trainer._update()
-    torch.testing.assert_close(before - model.fc.weight, 0.02 * (12 / 6) ** exponent * gradient, rtol=1e-3, atol=1e-7)
+    before, (weights, *_) = copy.deepcopy(trainer.task), trainer.task.trainable_module.parameters()
+    seen = []
+    trainer.task.register_forward_pre_hook(lambda module, inputs: seen.extend(inputs))
+    figures = trainer.train_epoch(0, '')
+    loss = before(*seen)['loss']
+    (start, *_) = before.trainable_module.parameters()
+    gradient = torch.autograd.grad(loss, start)[0]
+    assert figures['loss'] == pytest.approx(loss.item(), rel=1e-6)
+    torch.testing.assert_close(start - weights, 0.02 * (36 / 6) ** exponent * gradient, rtol=1e-3, atol=1e-7)
