@@ -1,5 +1,6 @@
 """Several processes that train together, as torchrun starts them: they join, agree, share, and end as one."""
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -14,8 +15,6 @@ from timm.utils.distributed import init_distributed_device_so, is_distributed_en
 from torch.distributed.distributed_c10d import _get_default_store
 
 from flatten_zoo.errors import UsageError, first_line
-
-from .logs import log
 
 __all__ = [
     'as_one', 'check_alone', 'distribute_batch_norm', 'first_of_machine_ahead', 'from_first', 'gathered', 'highest',
@@ -97,7 +96,8 @@ def as_one() -> Iterator[None]:
         if not _is_of_communication(e):
             raise
         if _is_first_to_fail(report=False):
-            log.error('error: another process of this run has ended or cannot be reached: %s', first_line(e))
+            reason = re.sub(r'\[\S+\.cc:\d+\] ', '', first_line(e))
+            print(f'error: another process of this run has ended or is out of reach: {reason}', file=sys.stderr)
         sys.exit(1)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,8 +1,10 @@
 """Batch norm over the images of all processes, on CPUs as well, where torch's own does not run."""
 import torch
 import torch.distributed as dist
-from timm.layers import SyncBatchNormAct, convert_sync_batchnorm
+from timm.layers import convert_sync_batchnorm
 from torch import nn
+from torch.nn.functional import batch_norm
+from torch.nn.modules.batchnorm import _BatchNorm
 
 __all__ = ['synchronize_batch_norm']
 
@@ -17,10 +19,11 @@ def synchronize_batch_norm(model: nn.Module, device: torch.device) -> nn.Module:
     Returns:
         The model, whose parameters stay the same objects.
     """
-    model = convert_sync_batchnorm(model)
+    if device.type != 'cpu':
+        return convert_sync_batchnorm(model)
     for layer in model.modules():
-        if isinstance(layer, nn.SyncBatchNorm) and device.type == 'cpu':
-            layer.__class__ = _SyncBatchNormActOnCPU
+        if isinstance(layer, _BatchNorm):
+            layer.__class__ = _SyncBatchNormOnCPU
     return model
 
 
@@ -38,12 +41,20 @@ class _SumOverProcesses(torch.autograd.Function):
         return _SumOverProcesses.apply(grad)
 
 
-class _SyncBatchNormOnCPU(nn.SyncBatchNorm):
-    """What torch's does with kernels for GPUs, in plain operators."""
+class _SyncBatchNormOnCPU(_BatchNorm):
+    """torch's and timm's batch norms, the latter with dropout and activation, in plain operators."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training:
-            return super().forward(x)
+        if self.training:
+            x = self._normalize(x)
+        else:
+            x = batch_norm(
+                x, self.running_mean, self.running_var, self.weight, self.bias, self.running_mean is None, eps=self.eps)
+        for name in ('drop', 'act'):
+            x = getattr(self, name, nn.Identity())(x)
+        return x
+
+    def _normalize(self, x: torch.Tensor) -> torch.Tensor:
         inner = [dim for dim in range(x.ndim) if dim != 1]
         per_channel = [-1 if dim == 1 else 1 for dim in range(x.ndim)]
         values = x.float()
@@ -64,7 +75,3 @@ class _SyncBatchNormOnCPU(nn.SyncBatchNorm):
         weight = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
         self.running_var.lerp_(var.to(self.running_var.dtype), weight)
-
-
-class _SyncBatchNormActOnCPU(SyncBatchNormAct, _SyncBatchNormOnCPU):
-    """With the dropout and activation that timm's batch norms may have."""
