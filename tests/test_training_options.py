@@ -9,6 +9,7 @@ from flatten_zoo.training.config import write_options_file
 from flatten_zoo.training.options import REFUSED, check_train_options, train_parser, validate_parser
 
 REFERENCE = Path(__file__).parent / 'reference'
+OURS = {'log_tensorboard'}  # what wandb has, and timm's script lacks
 PARSERS = {'train': train_parser, 'validate': validate_parser}
 
 
@@ -33,8 +34,9 @@ def timms_options(script) -> dict[str, dict[str, str]]:
 def test_every_option_is_timms(script):
     rows = timms_options(script)
     parser = PARSERS[script]()
-    ours = [described(a) for a in parser._actions if a.dest not in ('help', 'config')]
+    ours = [described(a) for a in parser._actions if a.dest not in {'help', 'config', *OURS}]
     assert len(ours) >= 40
+    assert not OURS & set(rows)
     for option in ours:
         expected = {key: rows[option['dest']][key] or '' for key in option}
         assert {**option, 'options': set(option['options'].split())} == \
@@ -162,6 +164,10 @@ def test_mistakes_on_the_command_line_are_named(argv, message):
     ('--train-img-sizes 32 --train-size-schedule progressive', 'needs two or more'),
     ('--train-img-sizes 32 --aug-splits 2', 'does not go with --aug-splits'),
     ('--train-img-sizes 32 64 --train-batch-sizes 3 2 --mixup 0.1', 'must be even'),
+    ('--variable-batch-loss-scale sqrt', '--variable-batch-loss-scale needs --train-batch-sizes'),
+    ('--train-img-sizes 32 --variable-batch-loss-scale linear', 'needs --train-batch-sizes'),
+    ('--tta -1', '--tta -1: must be at least 0'),
+    ('--tta 11', '--tta 11: there are 10 views of an image'),
 ])
 def test_impossible_values_are_refused(argv, message):
     with pytest.raises(UsageError) as e:

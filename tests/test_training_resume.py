@@ -111,6 +111,8 @@ def refused(capsys, *argv) -> str:
     RANDOM + ' --no-prefetcher --amp --clip-grad 1 --grad-accum-steps 3 --sched-on-updates',
     '--opt lookahead_adamw --sched plateau --patience-epochs 0 --lr-noise 0.2 --eval-metric loss --lr 0.5',
     '--model-dtype bfloat16 --model-ema -j 1 --sched step --decay-epochs 1 --epochs 3 --val-split ""',
+    '--train-img-sizes 24 32 --train-batch-sizes 8 4 --variable-batch-loss-scale sqrt --model-ema-force-cpu '
+    '--model-ema --tta 2 --no-prefetcher',
 ])
 def test_interrupted_run_ends_like_one_that_was_not(tmp_path, images, monkeypatch, options):
     options = shlex.split(options)
@@ -185,8 +187,19 @@ def test_terminated_command_can_be_continued(tmp_path, images):
     assert train(tmp_path, images, '--epochs', epoch + 2, '--resume', 'auto') == 0
 
 
-@pytest.mark.parametrize('error', [OSError(28, 'No space left on device'), RuntimeError('write failed\nfile 3')])
-def test_full_disk_is_said_and_loses_nothing(tmp_path, images, monkeypatch, capsys, error):
+def torchs_error(cause: Exception | None = None) -> RuntimeError:
+    """What torch raises when it cannot write."""
+    error = RuntimeError('unexpected pos 704 vs 598\nfile 3')
+    error.__context__ = cause
+    return error
+
+
+@pytest.mark.parametrize('error, reason', [
+    (OSError(28, 'No space left on device'), 'No space left on device'),
+    (torchs_error(OSError(28, 'No space left on device')), 'No space left on device'),
+    (torchs_error(), 'unexpected pos 704 vs 598'),
+])
+def test_full_disk_is_said_and_loses_nothing(tmp_path, images, monkeypatch, capsys, error, reason):
     assert train(tmp_path, images, '--epochs', 1) == 0
     folder = tmp_path / 'run'
     before = {path.name: path.read_bytes() for path in folder.glob('*.pth.tar')}
@@ -201,11 +214,54 @@ def test_full_disk_is_said_and_loses_nothing(tmp_path, images, monkeypatch, caps
     monkeypatch.setattr(checkpoints.torch, 'save', save)
     capsys.readouterr()
     assert report_usage_errors(lambda: train(tmp_path, images, '--epochs', 3, '--resume', 'auto')) == 2
-    reason = getattr(error, 'strerror', None) or 'write failed'
     assert f"error: cannot write a checkpoint in '{folder}': {reason}; the earlier" in capsys.readouterr().err
     after = {path.name for path in folder.glob('*.pth.tar')}
     assert after == set(before)
     assert torch.load(folder / 'last.pth.tar', weights_only=True)['epoch'] == 0
+
+
+@pytest.mark.parametrize('name', ['update_summary', 'draw_curves', 'write_options_file'])
+def test_full_disk_in_other_files(tmp_path, images, monkeypatch, capsys, name):
+    options = ('--opt', 'adamw', '--epochs', 2, '--resume', 'auto')
+    assert train(tmp_path, images, *options, '--epochs', 1, '--warmup-epochs', 0) == 0
+    last = tmp_path / 'run' / 'last.pth.tar'
+
+    def full(*args, **kwargs):
+        raise OSError(28, 'No space left on device')
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, name, full)
+        capsys.readouterr()
+        assert report_usage_errors(lambda: train(tmp_path, images, *options)) == 2
+        begun = name != 'write_options_file'
+        left = f'the last complete checkpoint is {last}' if begun else 'training had not begun'
+        assert f'error: cannot write the output: No space left on device; {left}\n' in capsys.readouterr().err
+    assert train(tmp_path, images, *options) == 0
+    with (last.parent / 'summary.csv').open(newline='') as file:
+        assert [row['epoch'] for row in csv.DictReader(file)] == ['0', '1']
+
+
+def test_unreadable_image_costs_no_earlier_checkpoint(tmp_path, capsys):
+    options = ('--epochs', 2, '--no-prefetcher', '--warmup-epochs', 0)
+    data = write_images(tmp_path / 'data', train=8)
+    assert train(tmp_path / 'whole', data, *options) == 0
+    image = data / 'train' / 'green' / '3.png'
+    content = image.read_bytes()
+
+    def damage(self, epoch, *args):
+        if epoch == 1:
+            image.write_bytes(content[:100])
+        return original(self, epoch, *args)
+
+    original = engine.Trainer.train_epoch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.Trainer, 'train_epoch', damage)
+        capsys.readouterr()
+        assert report_usage_errors(lambda: train(tmp_path / 'parts', data, *options)) == 2
+    assert f"error: cannot read the image '{image}'; remove or replace it\n" in capsys.readouterr().err
+    image.write_bytes(content)
+    assert train(tmp_path / 'parts', data, *options, '--resume', 'auto') == 0
+    assert_same_end(tmp_path / 'whole' / 'run', tmp_path / 'parts' / 'run')
 
 
 def test_recovery_checkpoints_come_and_go(tmp_path, images, monkeypatch):
@@ -285,9 +341,30 @@ def test_what_cannot_be_continued_is_refused(tmp_path, images, capsys):
     assert 'holds an earlier run' in refused(capsys, tmp_path, images, '--resume', folder / 'checkpoint-0.pth.tar')
     assert 'does not fit the model' in refused(
         capsys, tmp_path, images, '--resume', 'auto', '--model', 'test_vit', '--img-size', 64)
-    whole = (folder / 'last.pth.tar').read_bytes()
-    (folder / 'last.pth.tar').write_bytes(whole[:len(whole) // 2])
-    assert f"'{folder}/last.pth.tar' is incomplete" in refused(capsys, tmp_path, images, '--resume', 'auto')
+
+
+@pytest.mark.parametrize('recovery', [False, True])
+def test_truncated_checkpoint_names_one_that_is_whole(tmp_path, images, capsys, recovery):
+    options = ('--opt', 'adamw', '--no-prefetcher', '--drop', 0.2, '--epochs', 3)
+    assert train(tmp_path / 'whole', images, *options) == 0
+    assert train(tmp_path / 'parts', images, *options, '--epochs', 2, '--sched', 'cosine') == 0
+    folder = tmp_path / 'parts' / 'run'
+    last, before, best = (folder / f'{name}.pth.tar' for name in ('last', 'checkpoint-0', 'model_best'))
+    content = last.read_bytes()
+    last.write_bytes(content[:len(content) // 2])  # and with it the other names of the same file
+    best.unlink()
+    if recovery:
+        (folder / 'recovery-2-1.pth.tar').write_bytes(content[:1000])
+    line = refused(capsys, tmp_path / 'parts', images, *options, '--resume', 'auto')
+    damaged = folder / 'recovery-2-1.pth.tar' if recovery else last
+    assert line.startswith(f"error: '{last}' is incomplete")
+    assert line.endswith(f"or move it away and continue with --resume '{before}', which is whole")
+    for path in {last, damaged}:
+        path.unlink()
+    assert train(tmp_path / 'parts', images, *options, '--resume', before) == 0
+    with (folder / 'summary.csv').open(newline='') as file:
+        assert [row['epoch'] for row in csv.DictReader(file)] == ['0', '1', '2']
+    assert torch.load(last, weights_only=True)['epoch'] == 2
 
 
 def test_random_generators_continue():

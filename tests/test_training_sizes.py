@@ -1,7 +1,9 @@
 """Several image sizes in one run, and the loader that lives through all epochs."""
+import copy
 import shlex
 
 import pytest
+import torch
 
 from flatten_zoo.errors import UsageError
 from flatten_zoo.training.options import check_train_options, train_parser
@@ -71,3 +73,22 @@ def test_loader_for_all_epochs(tmp_path, images):
     rows = (tmp_path / 'run' / 'summary.csv').read_text().splitlines()
     assert len(rows) == 3
     assert float(rows[2].split(',')[1]) < float(rows[1].split(',')[1])
+
+
+@pytest.mark.parametrize('scale, exponent', [('none', 0), ('sqrt', 0.5), ('linear', 1)])
+def test_gradient_of_a_batch_is_weighed_by_its_size(tmp_path, images, scale, exponent):
+    """With plain SGD, an update is the learning rate times that gradient; the loss that is shown is as it is."""
+    args = train_parser().parse_args([
+        *TINY, str(images), '--output', str(tmp_path), '--opt', 'momentum', '--momentum', '0', '--weight-decay', '0',
+        '--train-img-sizes', '32', '--train-batch-sizes', '36', '--variable-batch-loss-scale', scale])
+    check_train_options(args)
+    trainer = prepare(args).trainer
+    before, (weights, *_) = copy.deepcopy(trainer.task), trainer.task.trainable_module.parameters()
+    seen = []
+    trainer.task.register_forward_pre_hook(lambda module, inputs: seen.extend(inputs))
+    figures = trainer.train_epoch(0, '')
+    loss = before(*seen)['loss']
+    (start, *_) = before.trainable_module.parameters()
+    gradient = torch.autograd.grad(loss, start)[0]
+    assert figures['loss'] == pytest.approx(loss.item(), rel=1e-6)
+    torch.testing.assert_close(start - weights, 0.02 * (36 / 6) ** exponent * gradient, rtol=1e-3, atol=1e-7)

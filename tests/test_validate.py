@@ -316,4 +316,4 @@ def test_checkpoint_that_would_run_code_is_refused(capsys, images, tmp_path):
 
 def test_several_processes_are_refused(capsys, monkeypatch):
     monkeypatch.setenv('WORLD_SIZE', '2')
-    assert 'WORLD_SIZE=2: ' in refused(capsys, 'data', '--model', 'test_resnet')
+    assert 'validate.py is one process: start it without torchrun' in refused(capsys, 'data', '--model', 'test_resnet')

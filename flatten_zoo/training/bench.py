@@ -16,6 +16,7 @@ from timm.utils import random_seed
 from flatten_zoo.errors import UsageError, report_usage_errors
 
 from .data import input_config, mixup_arguments, open_splits, training_loader
+from .distributed import as_one, check_alone
 from .engine import Trainer
 from .interrupts import interrupts_between_batches
 from .logs import setup_logging
@@ -43,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         UsageError: What was asked for cannot be done.
     """
     setup_logging()
+    with as_one():
+        check_alone('bench')
     parser = train_parser()
     parser.prog = 'python -m flatten_zoo.training.bench'
     parser.description = 'Images per second of the loader alone and of the model alone, with the options of train.py.'
@@ -72,6 +75,7 @@ def bench(args: argparse.Namespace, seconds: float) -> tuple[float, float]:
     args.data_dir = args.data or args.data_dir
     numerics = Numerics.from_options(args, resolve_device(args.device))
     args.device, args.val_split = str(numerics.device), ''
+    args.lr = 0.0  # at the same cost: the full rate without warm-up, on one batch, may diverge
     random_seed(args.seed)
     model = build_training_model(args)
     args.num_classes = model.num_classes

@@ -1,4 +1,5 @@
 """Checkpoints: written whole or not at all, and read with errors that say what is wrong."""
+import math
 import os
 import re
 import shutil
@@ -11,10 +12,13 @@ from timm.utils import CheckpointSaver
 from torch import nn
 
 from flatten_zoo.errors import UsageError, first_line
+from flatten_zoo.files import remove_temporaries
 from flatten_zoo.weights import read_checkpoint, select_state_dict
 from flatten_zoo.weights.convert import family_of
 
-__all__ = ['Checkpoints', 'last_checkpoint', 'load_weights', 'run_checkpoint']
+from .distributed import is_first
+
+__all__ = ['Checkpoints', 'last_checkpoint', 'load_weights', 'read_saved', 'remove_unfinished', 'run_checkpoint']
 
 BEST, LAST = 'model_best.pth.tar', 'last.pth.tar'
 
@@ -24,22 +28,36 @@ class Checkpoints(CheckpointSaver):
 
     A file under its final name is always complete: it is written beside, synchronised to disk, and renamed.
     Checkpoints hold plain types and tensors only, so that `torch.load` reads them with `weights_only=True`.
+    The first process writes them, but all have to take part, as each has a state of its own.
 
     Args:
-        state: Returns more entries of a checkpoint.
+        state: Returns more entries of a checkpoint, to be called in all processes together.
         kwargs: Arguments of timm's saver.
     """
 
     def __init__(self, *, state: Callable[[], dict[str, Any]], **kwargs):
         super().__init__(**kwargs)
         self.more_state = state
+        self.entries = {}
 
     def save_checkpoint(self, epoch: int, metric: float | None = None) -> tuple[float | None, int | None]:
-        """Save the state after an epoch, as timm does; recovery checkpoints of earlier moments go."""
-        best = super().save_checkpoint(epoch, metric)
+        """Save the state after an epoch, as timm does; recovery checkpoints of earlier moments go.
+
+        A metric that is not a number ranks like none: compared with, it would stay the best for ever.
+        """
+        self.entries = self.more_state()
+        if not is_first():
+            return None, None
+        best = super().save_checkpoint(epoch, None if metric is None or math.isnan(metric) else metric)
         for path in recoveries(Path(self.recovery_dir)).values():
             path.unlink(missing_ok=True)
         return best
+
+    def save_recovery(self, epoch: int, batch_idx: int = 0) -> None:
+        """Save the state within an epoch, after so many batches."""
+        self.entries = self.more_state()
+        if is_first():
+            super().save_recovery(epoch, batch_idx)
 
     def continue_with(self, checkpoint: dict[str, Any], again: bool) -> None:
         """Go on with the history of an earlier process in the same folder.
@@ -60,7 +78,7 @@ class Checkpoints(CheckpointSaver):
             'version': 2,
             'optimizer': self.optimizer.state_dict(),
             'saver': self.state_dict(epoch, metric),
-            **self.more_state(),
+            **self.entries,
             **self.task.get_checkpoint_state(unwrap_fn=self.unwrap_fn),
             **self.task.get_checkpoint_state(ema=True, unwrap_fn=self.unwrap_fn),
         }
@@ -72,8 +90,9 @@ class Checkpoints(CheckpointSaver):
                 os.fsync(file.fileno())
         except BaseException as e:
             Path(save_path).unlink(missing_ok=True)
-            if isinstance(e, OSError | RuntimeError):  # what torch raises on a full disk
-                reason = getattr(e, 'strerror', None) or first_line(e)
+            if isinstance(e, OSError | RuntimeError):  # torch raises the latter while it handles the former
+                cause = e if isinstance(e, OSError) else e.__context__
+                reason = getattr(cause, 'strerror', None) or first_line(e)
                 raise UsageError(
                     f"cannot write a checkpoint in '{self.checkpoint_dir}': {reason}; the earlier ones are whole, "
                     f'--resume auto continues from there') from e
@@ -90,6 +109,14 @@ class Checkpoints(CheckpointSaver):
         except OSError:  # a file system without hard links
             shutil.copyfile(src, beside)
         os.replace(beside, dst)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a killed process was just writing in its output folder."""
+    for pattern in ('*tmp.pth.tar', '*.pth.tar.tmp'):
+        for path in folder.glob(pattern):
+            path.unlink()
+    remove_temporaries(folder)
 
 
 def recoveries(folder: Path) -> dict[tuple[int, int], Path]:
@@ -111,8 +138,30 @@ def last_checkpoint(folder: Path) -> Path | None:
     found = recoveries(folder)
     last = folder / LAST
     if last.is_file():
-        found[(read_checkpoint(last).get('epoch', -1) + 1, 0) if found else (0, 0)] = last
+        found[(read_saved(last).get('epoch', -1) + 1, 0) if found else (0, 0)] = last
     return found[max(found)] if found else None
+
+
+def read_saved(path: Path) -> dict[str, Any]:
+    """Read a checkpoint to continue from.
+
+    Raises:
+        UsageError: It is damaged; the message names the latest whole one in its folder, if there is one.
+    """
+    try:
+        return read_checkpoint(path)
+    except UsageError as e:
+        others = sorted(path.parent.glob('*-*.pth.tar'), key=os.path.getmtime, reverse=True)
+        whole = next(filter(_is_whole, others), None)
+        raise UsageError(
+            f"{e}, or move it away and continue with --resume '{whole}', which is whole" if whole else str(e)) from e
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return bool(read_checkpoint(path))
+    except UsageError:
+        return False
 
 
 def run_checkpoint(folder: Path) -> Path:

@@ -1,18 +1,24 @@
 """Data sets and loaders: timm's, with their silent failures turned into errors."""
 import argparse
+import math
+import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from timm.data import AugMixDataset, FastCollateMixup, create_dataset, create_loader, resolve_data_config
-from timm.data.loader import adapt_to_chs
-from torch.utils.data import Dataset
+from timm.data.loader import PrefetchLoader, adapt_to_chs
+from torch.utils.data import DataLoader, Dataset
 
 from flatten_zoo.errors import UsageError, first_line
 
 from .augmentation import allow_strongest_posterize
+from .distributed import world_size
 from .numerics import Numerics
 from .sources import CheckedStream, LoadingError, check_source
+from .views import Views
 
 __all__ = [
     'check_classes', 'check_same_classes', 'evaluation_loader', 'input_config', 'mixup_arguments', 'open_dataset',
@@ -208,30 +214,42 @@ def training_loader(
         config: dict[str, Any],
         numerics: Numerics,
 ):
-    """Shuffled and augmented batches of a fixed size.
+    """This process's share of the images, shuffled and augmented, in batches of a fixed size.
+
+    Each image is in the share of one process. Where the images do not divide evenly, some are in two, so that all
+    processes have the same number of batches; as on one process, images that do not fill a last batch are left out.
 
     Raises:
-        UsageError: There are fewer images than one batch takes.
+        UsageError: There are fewer images than one batch takes, or they are a stream and cannot be repeated.
     """
-    if not isinstance(dataset, torch.utils.data.IterableDataset) and len(dataset) < args.batch_size:
-        raise UsageError(f'--batch-size {args.batch_size} is more than the {len(dataset)} training images')
+    _check_batch_is_filled('--batch-size', args.batch_size, dataset)
+    if args.aug_repeats and isinstance(dataset, torch.utils.data.IterableDataset):
+        raise UsageError(f'--aug-repeats {args.aug_repeats:g} needs data that can be read in any order, not a stream')
     allow_strongest_posterize()
     mixup = mixup_arguments(args)
     prefetch = not args.no_prefetcher
     interpolation = config['interpolation'] if args.no_aug or not args.train_interpolation else args.train_interpolation
     if args.aug_splits:
         dataset = AugMixDataset(dataset, num_splits=args.aug_splits)
-    return create_loader(
+    return _apart(create_loader(
         dataset, input_size=config['input_size'], batch_size=args.batch_size, is_training=True, no_aug=args.no_aug,
         re_prob=args.reprob, re_mode=args.remode, re_count=args.recount, re_split=args.resplit,
         train_crop_mode=args.train_crop_mode, scale=args.scale, ratio=args.ratio, hflip=args.hflip, vflip=args.vflip,
         color_jitter=args.color_jitter, color_jitter_prob=args.color_jitter_prob, grayscale_prob=args.grayscale_prob,
         gaussian_blur_prob=args.gaussian_blur_prob, auto_augment=args.aa, num_aug_splits=args.aug_splits,
+        num_aug_repeats=args.aug_repeats, distributed=world_size() > 1,
         interpolation=interpolation, mean=config['mean'], std=config['std'], num_workers=args.workers,
         collate_fn=FastCollateMixup(**mixup) if mixup and prefetch else None, pin_memory=args.pin_mem,
         device=numerics.device, img_dtype=numerics.dtype, use_prefetcher=prefetch, persistent_workers=False,
         worker_seeding=args.worker_seeding, use_multi_epochs_loader=args.use_multi_epochs_loader,
-        **scheduled_sizes(args, dataset))
+        **scheduled_sizes(args, dataset)))
+
+
+def _check_batch_is_filled(option: str, batch_size: int, dataset: Dataset) -> None:
+    processes = world_size()
+    if not isinstance(dataset, torch.utils.data.IterableDataset) and math.ceil(len(dataset) / processes) < batch_size:
+        each = f'{processes} processes with ' if processes > 1 else ''
+        raise UsageError(f'{each}{option} {batch_size} take more than the {len(dataset)} training images')
 
 
 def scheduled_sizes(args: argparse.Namespace, dataset: Dataset) -> dict[str, Any]:
@@ -244,8 +262,7 @@ def scheduled_sizes(args: argparse.Namespace, dataset: Dataset) -> dict[str, Any
         return {}
     if isinstance(dataset, torch.utils.data.IterableDataset):
         raise UsageError('--train-img-sizes needs data with a length, not a stream')
-    if max(args.train_batch_sizes or [0]) > len(dataset):
-        raise UsageError(f'--train-batch-sizes {args.train_batch_sizes}: there are {len(dataset)} training images')
+    _check_batch_is_filled('--train-batch-sizes', max(args.train_batch_sizes or [0]), dataset)
     return {
         'input_size_choices': args.train_img_sizes,
         'batch_size_choices': args.train_batch_sizes,
@@ -259,6 +276,19 @@ def scheduled_sizes(args: argparse.Namespace, dataset: Dataset) -> dict[str, Any
     }
 
 
+def _apart(loader: DataLoader | PrefetchLoader) -> DataLoader | PrefetchLoader:
+    """Keep signals to the group of this process, such as Ctrl-C or torchrun's, from those of its loader."""
+    inner = loader.loader if isinstance(loader, PrefetchLoader) else loader
+    if hasattr(os, 'setpgid'):
+        inner.worker_init_fn = partial(_start_apart, inner.worker_init_fn)
+    return loader
+
+
+def _start_apart(initialize: Callable[[int], None], worker: int) -> None:
+    os.setpgid(0, 0)
+    initialize(worker)
+
+
 def evaluation_loader(
         args: argparse.Namespace,
         dataset: Dataset,
@@ -267,11 +297,20 @@ def evaluation_loader(
         batch_size: int,
         crop_border_pixels: int | None = None,
         tf_preprocessing: bool = False,
+        views: int = 0,
 ):
-    """Every image once, in order."""
-    return create_loader(
+    """Every image once, in order; of several processes, each has its share.
+
+    Shares of one size may need images of another share at the end: timm's `evaluation_sample_limit` tells where.
+    With `views` a batch is (B, views, C, H, W), of as many views as it has images otherwise.
+    """
+    batch_size = max(batch_size // max(views, 1), 1)
+    loader = create_loader(
         dataset, input_size=config['input_size'], batch_size=batch_size, interpolation=config['interpolation'],
         mean=config['mean'], std=config['std'], crop_pct=config['crop_pct'], crop_mode=config['crop_mode'],
         crop_border_pixels=crop_border_pixels, num_workers=args.workers, pin_memory=args.pin_mem,
         device=numerics.device, img_dtype=numerics.dtype, use_prefetcher=not args.no_prefetcher,
-        tf_preprocessing=tf_preprocessing, persistent_workers=False)
+        tf_preprocessing=tf_preprocessing, persistent_workers=False, distributed=world_size() > 1)
+    if views:
+        dataset.transform = Views(dataset.transform, views)
+    return _apart(loader)

@@ -2,6 +2,7 @@
 import argparse
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ from timm.scheduler import PlateauLRScheduler
 from timm.scheduler.scheduler import Scheduler
 from timm.task import TrainingTask
 from timm.task.evaluator import ClassificationEvaluator
-from timm.utils import dispatch_clip_grad
+from timm.utils import dispatch_clip_grad, unwrap_model
 from torch import nn
 
+from .distributed import distribute_batch_norm, gathered, is_first, rank, total, world_size
+from .divergence import EpochLoss, check_weights
+from .logs import log
 from .numerics import Numerics
 from .progress import Progress
 from .randomness import random_state, set_random_state
@@ -28,16 +32,16 @@ class Position:
 
     Attributes:
         start: State of the random generators at the start of the epoch.
-        batches: Batches done.
+        now: Their state at the place: the next batch moves it on.
+        batches: Batches done by this process, as by each of the others.
         images: Images in them.
         loss_sum: Sum of their losses.
-        now: State of the random generators at the place, None for the current one: validation moves it on.
     """
     start: dict[str, Any]
+    now: dict[str, Any]
     batches: int = 0
     images: int = 0
     loss_sum: float | torch.Tensor = 0.0
-    now: dict[str, Any] | None = None
 
 
 @dataclass
@@ -55,6 +59,7 @@ class Trainer:
         folder: Output folder.
         updates: Updates of the weights so far.
         position: Where in an epoch it is, None between epochs.
+        loss: Losses of the current epoch, None before the first.
         scaler: Scaling of the loss.
     """
     args: argparse.Namespace
@@ -67,6 +72,7 @@ class Trainer:
     folder: Path
     updates: int = field(default=0, init=False)
     position: Position | None = field(default=None, init=False)
+    loss: EpochLoss | None = field(default=None, init=False)
     scaler: torch.amp.GradScaler = field(init=False)
 
     def __post_init__(self):
@@ -82,11 +88,15 @@ class Trainer:
 
         Returns:
             The mean training loss as 'loss'.
+
+        Raises:
+            Divergence: A loss or a weight is not finite. It comes to light when figures are shown, before anything is
+                saved, and at the end of the epoch.
         """
         self._start_epoch(epoch)
-        position = self.position = self.position or Position(random_state(self.numerics.device))
-        done, images_done = position.batches, position.images
-        loss_sum = torch.as_tensor(position.loss_sum, dtype=torch.float64, device=self.numerics.device)
+        position = self.position = self.position or self._epochs_start()
+        done = position.batches
+        self.loss = EpochLoss(label, self.numerics.device, done, position.images, position.loss_sum)
         closed = True
         progress = Progress(self.loader, label, self.args.log_interval)
         for index, (images, target) in enumerate(progress):
@@ -96,33 +106,68 @@ class Trainer:
                 continue
             images, target = self._prepare_batch(images, target, index)
             batches, closed = self._place_in_update(index)
-            loss_sum = loss_sum + self._backward(images, target, batches) * len(images)
-            images_done += len(images)
+            self.loss.add(self._backward(images, target, batches, closed), len(images))
             if closed:
                 self._update()
-                self.position = Position(position.start, index + 1, images_done, loss_sum)
+                now = random_state(self.numerics.device)
+                self.position = Position(position.start, now, index + 1, self.loss.images, self.loss.total)
                 if recover and self._recovery_is_due():
                     recover(index + 1)
             if progress.advance(len(images)):
-                progress.show(loss=f'{loss_sum.item() / images_done:.4f}', lr=f'{self.learning_rate():.3g}')
-        if not closed:  # a stream that was shorter than it said
+                progress.show(loss=f'{self.loss.mean():.4f}', lr=f'{self.learning_rate():.3g}')
+        if not closed and world_size() == 1:  # a stream that was shorter than it said
             self._update()
         if hasattr(self.optimizer, 'sync_lookahead'):
             self.optimizer.sync_lookahead()
-        self.position.now = random_state(self.numerics.device)
-        return OrderedDict(loss=loss_sum.item() / max(images_done, 1))
+        distribute_batch_norm(self.task, self.args.dist_bn)
+        self.check()
+        loss_sum, images_done = total(self.loss.total.item(), self.loss.images)
+        return OrderedDict(loss=loss_sum / max(images_done, 1))
+
+    def check(self) -> None:
+        """Refuse to go on with, or save, what has diverged in this process.
+
+        Raises:
+            Divergence: A loss of the epoch or a weight is not finite.
+        """
+        if self.loss is not None:
+            self.loss.mean()
+        check_weights(unwrap_model(self.task.get_trainable_module()), self.loss.label if self.loss else 'checkpoint')
 
     def state_dict(self) -> dict[str, Any]:
-        """What continuing needs besides the model, its average and the optimizer: plain types and tensors."""
-        run = {'updates': self.updates, 'random': random_state(self.numerics.device)}
-        run['generators'] = {name: generator.get_state() for name, generator in self._generators().items()}
-        if self.position is not None and self.position.batches:
-            now = self.position.now or run['random']
-            run['position'] = {**vars(self.position), 'loss_sum': float(self.position.loss_sum), 'now': now}
+        """What continuing needs besides the model, its average and the optimizer: plain types and tensors.
+
+        All processes have to ask for it together; the first one's is that of all.
+
+        Raises:
+            Divergence: There is nothing to continue with.
+        """
+        self.check()
+        run, *others = gathered(self._own_state()) or [{}]
         if isinstance(self.scheduler, PlateauLRScheduler):
             run['plateau'] = {
                 'state': self.scheduler.lr_scheduler.state_dict(), 'restore_lr': self.scheduler.restore_lr}
-        return {'run': run} | ({'amp_scaler': self.scaler.state_dict()} if self.scaler.is_enabled() else {})
+        state = {'run': run, 'other_runs': others}
+        return state | ({'amp_scaler': self.scaler.state_dict()} if self.scaler.is_enabled() else {})
+
+    def _own_state(self) -> dict[str, Any]:
+        """This process's part of the state."""
+        run = {'updates': self.updates, 'random': random_state(self.numerics.device)}
+        run['generators'] = {name: generator.get_state() for name, generator in self._generators().items()}
+        if self.position is not None and self.position.batches:
+            run['position'] = {**vars(self.position), 'loss_sum': float(self.position.loss_sum)}
+        if not is_first():
+            run['statistics'] = [statistics.cpu() for statistics in self._own_statistics()]
+        return run
+
+    def _own_statistics(self) -> list[torch.Tensor]:
+        """Statistics of batch norm that differ between the processes."""
+        if self.args.sync_bn or (self.args.dist_bn and self.position is None):
+            return []
+        models = (self.task.get_trainable_module(ema=ema) for ema in (False, True))
+        return [
+            buffer for model in models if model is not None for name, buffer in model.named_buffers()
+            if name.endswith(('running_mean', 'running_var'))]
 
     def load_state_dict(self, checkpoint: dict[str, Any], epoch: int, with_optimizer: bool) -> None:
         """Continue from a checkpoint.
@@ -132,9 +177,7 @@ class Trainer:
             epoch: The epoch to continue with.
             with_optimizer: Whether to take over the states of the optimizer, the loss scaling and the plateau.
         """
-        run = checkpoint.get('run', {})
-        if self.args.start_epoch is not None:  # another place than the checkpoint's
-            run = {key: value for key, value in run.items() if key not in ('updates', 'position')}
+        run = self._run_to_continue(checkpoint)
         self.updates = run.get('updates', self.updates)
         if with_optimizer:
             self.optimizer.load_state_dict(checkpoint['optimizer'])
@@ -152,9 +195,28 @@ class Trainer:
                 generator.set_state(run['generators'][name])
         if 'position' in run:
             self.position = Position(**run['position'])
+        for ours, theirs in zip(self._own_statistics(), run.get('statistics', ()), strict=False):
+            ours.copy_(theirs)
+        if 'position' in run:
             set_random_state(self.position.start, self.numerics.device)
         elif 'random' in run:
             set_random_state(run['random'], self.numerics.device)
+
+    def _run_to_continue(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """This process's state in a checkpoint, as far as it holds for this run."""
+        runs = [checkpoint.get('run', {}), *checkpoint.get('other_runs', ())]
+        if len(runs) != world_size():
+            log.info(
+                'the checkpoint is of %d process%s and this run of %d: the epoch starts with other random numbers',
+                len(runs), 'es' if len(runs) > 1 else '', world_size())
+            return {key: value for key, value in runs[0].items() if key in ('plateau', 'generators')}
+        if self.args.start_epoch is not None:  # another place than the checkpoint's
+            return {key: value for key, value in runs[rank()].items() if key not in ('updates', 'position')}
+        return runs[rank()] | {key: value for key, value in runs[0].items() if key == 'plateau'}
+
+    def _epochs_start(self) -> Position:
+        state = random_state(self.numerics.device)
+        return Position(start=state, now=state)
 
     def _generators(self) -> dict[str, torch.Generator]:
         """Random generators of their own, of the average of bfloat16 weights and of second-order optimizers."""
@@ -172,8 +234,9 @@ class Trainer:
         self.optimizer.zero_grad()
         if hasattr(self.loader.dataset, 'set_epoch'):
             self.loader.dataset.set_epoch(epoch)
-        if hasattr(self.loader.batch_sampler, 'set_epoch'):
-            self.loader.batch_sampler.set_epoch(epoch)
+        for sampler in (self.loader.sampler, self.loader.batch_sampler):
+            if hasattr(sampler, 'set_epoch'):
+                sampler.set_epoch(epoch)
         if self.args.mixup_off_epoch and epoch >= self.args.mixup_off_epoch:
             if self.mixup is not None:
                 self.mixup.mixup_enabled = False
@@ -190,7 +253,7 @@ class Trainer:
         target = target.to(self.numerics.device, non_blocking=True)
         if self.mixup is not None:
             images, target = self.mixup(images, target)
-        if self.args.save_images and index % self.args.log_interval == 0:
+        if self.args.save_images and is_first() and index % self.args.log_interval == 0:
             path = self.folder / f'train-batch-{index}.jpg'
             torchvision.utils.save_image(images, path, padding=0, normalize=True)
         return images, target
@@ -206,12 +269,19 @@ class Trainer:
         batches = min(steps, left) if left > 0 else steps
         return batches, index + 1 == first + batches
 
-    def _backward(self, images: torch.Tensor, target: torch.Tensor, batches: int) -> torch.Tensor:
-        """Add a batch's share to the gradients; returns its loss."""
-        with self.numerics.autocast():
-            loss = self.task(images, target)['loss']
-        self.scaler.scale(loss / batches).backward(create_graph=getattr(self.optimizer, 'is_second_order', False))
+    def _backward(self, images: torch.Tensor, target: torch.Tensor, batches: int, closed: bool) -> torch.Tensor:
+        """Add a batch's share to the gradients, with the last of an update over all processes; returns its loss."""
+        with nullcontext() if closed else self.task.no_sync():
+            with self.numerics.autocast():
+                loss = self.task(images, target)['loss']
+            share = self._loss_scale(len(images)) * loss / batches
+            self.scaler.scale(share).backward(create_graph=getattr(self.optimizer, 'is_second_order', False))
         return loss.detach()
+
+    def _loss_scale(self, images: int) -> float:
+        """Weight of a batch that `--train-batch-sizes` makes larger or smaller than `--batch-size`."""
+        exponent = {'none': 0, 'sqrt': 0.5, 'linear': 1}[self.args.variable_batch_loss_scale]
+        return (images / self.args.batch_size) ** exponent
 
     def _update(self) -> None:
         """One update of the weights, their average and the learning rate."""
@@ -223,6 +293,8 @@ class Trainer:
         self.scaler.update()
         self.optimizer.zero_grad()
         self.updates += 1
+        if self.args.synchronize_step and self.numerics.device.type != 'cpu':
+            torch.accelerator.synchronize()
         self.task.update_ema(step=self.updates)
         if self.scheduler is not None:
             self.scheduler.step_update(num_updates=self.updates)
@@ -240,15 +312,17 @@ def evaluate(
     """One pass over the evaluation data.
 
     Returns:
-        'loss', and 'top1' and 'top5' in percent, over all images.
+        'loss', and 'top1' and 'top5' in percent, over the images of all processes.
     """
     model.eval()
-    progress = Progress(loader, label, log_interval)
+    progress = Progress(loader, label, log_interval, in_step=False)
     for images, target in progress:
         with numerics.autocast():
-            output = model(numerics.images(images))
+            output = model(numerics.images(images.flatten(0, -4)))
+        if images.ndim == 5:  # several views of each image
+            output = output.float().unflatten(0, images.shape[:2]).mean(1)
         evaluator.update(output, target.to(numerics.device, non_blocking=True))
         if progress.advance(len(images)):
             figures = evaluator.summary()
             progress.show(loss=f"{figures['loss']:.4f}", top1=f"{figures['top1']:.2f}", top5=f"{figures['top5']:.2f}")
-    return evaluator.compute()
+    return evaluator.compute(distributed=world_size() > 1)

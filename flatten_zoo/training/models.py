@@ -13,7 +13,7 @@ from flatten_zoo.models.build import check_model_name
 
 from .logs import log
 
-__all__ = ['build_model', 'build_training_model', 'import_device_modules', 'resolve_device']
+__all__ = ['build_model', 'build_training_model', 'import_device_modules', 'resolve_device', 'shared_by_gpus']
 
 
 def import_device_modules(names: list[str] | None) -> None:
@@ -74,6 +74,25 @@ def build_model(args: argparse.Namespace, pretrained: bool, **kwargs: Any) -> nn
         return create_model(pretrained=pretrained, **arguments)
     except Exception as e:
         raise UsageError(f"cannot build the model '{args.model}': {first_line(e)}") from e
+
+
+def shared_by_gpus(model: nn.Module, number: int, device: torch.device) -> nn.Module:
+    """The model so that it shares each batch among the machine's first GPUs.
+
+    Args:
+        model: Model on the first of them.
+        number: How many; with 1 the model stays as it is.
+        device: Where the model is.
+
+    Raises:
+        UsageError: There are not so many.
+    """
+    if number == 1:
+        return model
+    there = torch.cuda.device_count()
+    if device.type != 'cuda' or device.index or number > there:
+        raise UsageError(f'--num-gpu {number} --device {device}: takes the first GPUs of a machine, which has {there}')
+    return nn.DataParallel(model, device_ids=list(range(number)))
 
 
 def _has_fixed_size(args: argparse.Namespace) -> bool:

@@ -1,20 +1,21 @@
 """The options of `train.py` and `validate.py`: timm's names, meanings and defaults."""
 import argparse
-import os
+import importlib.util
 
 from timm.optim import list_optimizers
+from timm.utils.distributed import is_distributed_env
 
 from flatten_zoo.errors import UsageError, unknown_name
 
 from .config import KeyValues, OptionParser
 from .numerics import check_compilation
+from .views import MOST_VIEWS
 
 __all__ = ['REFUSED', 'check_train_options', 'check_validate_options', 'train_parser', 'validate_parser']
 
 _NAFLEX = 'left out: no model of the zoo is a NaFlex model'
 _DISTILLATION = "left out: distillation is timm's own train.py's; `flatten-zoo run` trains with it"
 _TORCHSCRIPT = 'left out with TorchScript, which torch gives up: use --torchcompile'
-_DISTRIBUTED = 'not there yet: training runs in one process'
 
 REFUSED = {
     **dict.fromkeys((
@@ -24,9 +25,6 @@ REFUSED = {
         'kd_model_name', 'kd_distill_type', 'kd_loss_type', 'distill_loss_weight', 'task_loss_weight',
         'kd_temperature', 'kd_student_feature_dim', 'kd_teacher_feature_dim', 'kd_token_distill_type'), _DISTILLATION),
     **dict.fromkeys(('torchscript', 'fuser', 'aot_autograd'), _TORCHSCRIPT),
-    **dict.fromkeys((
-        'sync_bn', 'dist_bn', 'local_rank', 'no_ddp_bb', 'synchronize_step', 'aug_repeats', 'num_gpu'), _DISTRIBUTED),
-    **dict.fromkeys(('tta', 'variable_batch_loss_scale'), 'not there yet'),
 }
 
 INTERPOLATIONS = ('bilinear', 'bicubic', 'nearest', 'lanczos', 'box', 'hamming')
@@ -47,6 +45,7 @@ def train_parser() -> OptionParser:
     _mixing_options(parser)
     _regularisation_options(parser)
     _ema_options(parser)
+    _distribution_options(parser)
     _output_options(parser)
     return parser
 
@@ -87,6 +86,7 @@ def validate_parser() -> OptionParser:
     group.add_argument(
         '--metrics-avg', type=str, choices=('micro', 'macro', 'weighted'),
         help='also precision, recall and F1, so averaged over the classes')
+    group.add_argument('--num-gpu', type=int, default=1, metavar='N', help='GPUs of this machine that share a batch')
     group.add_argument('--retry', action='store_true', help='try smaller batches where memory does not suffice')
     _loader_options(parser)
     _numerics_options(parser, train=False)
@@ -257,6 +257,8 @@ def _augmentation_options(parser: OptionParser) -> None:
     group.add_argument('--grayscale-prob', type=float, metavar='P', help='probability of losing the colour')
     group.add_argument('--gaussian-blur-prob', type=float, metavar='P', help='probability of a blur')
     group.add_argument('--aa', type=str, metavar='POLICY', help="AutoAugment policy, 'original' or 'rand-m9-mstd0.5'")
+    group.add_argument(
+        '--aug-repeats', type=float, default=0, metavar='X', help='augmentations of each image, on several processes')
     group.add_argument('--aug-splits', type=int, default=0, metavar='N', help='augmentations of each image: 0 or >= 2')
     group.add_argument('--reprob', type=float, default=0.0, metavar='P', help='probability of random erasing')
     group.add_argument('--remode', type=str, default='pixel', choices=('pixel', 'rand', 'const'), help='its filling')
@@ -285,6 +287,9 @@ def _size_options(parser: OptionParser) -> None:
         '--train-size-random-mix', type=float, default=0.1, metavar='P', help='part of it that is drawn from all sizes')
     group.add_argument(
         '--train-batches-per-epoch', '--train-steps-per-epoch', type=int, metavar='N', help='batches per epoch')
+    group.add_argument(
+        '--variable-batch-loss-scale', type=str, default='none', choices=('none', 'sqrt', 'linear'),
+        help='weigh the loss of a batch by (its size / --batch-size), or the square root of that')
 
 
 def _mixing_options(parser: OptionParser) -> None:
@@ -324,11 +329,28 @@ def _ema_options(parser: OptionParser) -> None:
     group.add_argument('--model-ema-warmup', action='store_true', help='less decay at first')
 
 
+def _distribution_options(parser: OptionParser) -> None:
+    group = parser.add_argument_group('several processes, started by torchrun')
+    group.add_argument('--sync-bn', action='store_true', help='batch norm over the images of all processes')
+    group.add_argument(
+        '--dist-bn', type=str, default='reduce', choices=('reduce', 'broadcast', ''),
+        help="batch-norm statistics after each epoch: the processes' mean, those of the first, or each its own")
+    group.add_argument(
+        '--no-ddp-bb', action='store_true', help="do not give all processes the first one's buffers at every batch")
+    group.add_argument('--synchronize-step', action='store_true', help='wait for the device after every update')
+    group.add_argument(
+        '--local_rank', '--local-rank', type=int, default=0, metavar='N',
+        help='has no effect: the number of a process is taken from the environment')
+
+
 def _output_options(parser: OptionParser) -> None:
     group = parser.add_argument_group('evaluation and output')
     group.add_argument('-b', '--batch-size', type=int, default=128, metavar='N', help='images per training batch')
     group.add_argument('-vb', '--validation-batch-size', type=int, metavar='N', help='the same if not given')
     group.add_argument('--eval-metric', type=str, default='top1', choices=('top1', 'top5', 'loss'), help='best by what')
+    group.add_argument(
+        '--tta', type=int, default=0, metavar='N',
+        help='validate on N views of each image (centre, corners, mirror images), up to 10, and average the outputs')
     group.add_argument('--val-interval', type=int, default=1, metavar='N', help='epochs between validations')
     group.add_argument('--log-interval', type=int, default=50, metavar='N', help='batches between log lines')
     group.add_argument('--checkpoint-hist', type=int, default=10, metavar='N', help='checkpoints to keep')
@@ -341,18 +363,12 @@ def _output_options(parser: OptionParser) -> None:
     group.add_argument('--wandb-project', type=str, metavar='NAME', help='project there')
     group.add_argument('--wandb-tags', type=str, nargs='+', default=[], metavar='TAG', help='tags there')
     group.add_argument('--wandb-resume-id', type=str, default='', metavar='ID', help='run there to continue')
+    group.add_argument(
+        '--log-tensorboard', action='store_true',
+        help='log every epoch for TensorBoard, in the output folder (needs tensorboard)')
     group.add_argument('--save-images', action='store_true', help='save training batches at every log interval')
     group.add_argument('--output', default='', type=str, metavar='DIR', help='parent of the output, output/train')
     group.add_argument('--experiment', default='', type=str, metavar='NAME', help='folder in it; date, model and size')
-
-
-def _check_single_process() -> None:
-    """Refuse torchrun's several processes, each of which would do the whole work and write the same files."""
-    processes = os.environ.get('WORLD_SIZE', '1')
-    if processes != '1':
-        raise UsageError(
-            f'WORLD_SIZE={processes}: train.py and validate.py are one process so far; start them without torchrun, or '
-            f"run timm's own scripts with the zoo's models: torchrun … -m flatten_zoo run SCRIPT …")
 
 
 def check_train_options(args: argparse.Namespace) -> None:
@@ -361,11 +377,10 @@ def check_train_options(args: argparse.Namespace) -> None:
     Raises:
         UsageError: The option, its value and what would be right.
     """
-    _check_single_process()
     _check_minimum(args, 1, 'batch_size', 'validation_batch_size', 'epochs', 'val_interval', 'log_interval',
                    'checkpoint_hist', 'lr_base_size', 'recount', 'lr_cycle_limit', 'grad_accum_steps', *_SIZES)
     _check_minimum(args, 0, 'workers', 'warmup_epochs', 'cooldown_epochs', 'start_epoch', 'mixup_off_epoch', 'lr',
-                   'lr_base', 'weight_decay', 'mixup', 'cutmix', 'clip_grad', 'aug_splits', 'recovery_interval')
+                   'lr_base', 'weight_decay', 'mixup', 'cutmix', 'clip_grad', 'aug_splits', 'recovery_interval', 'tta')
     _check_probability(args, 'hflip', 'vflip', 'reprob', 'mixup_prob', 'mixup_switch_prob', 'color_jitter_prob',
                        'grayscale_prob', 'gaussian_blur_prob', 'smoothing', 'drop', 'drop_connect', 'drop_path',
                        'drop_block', 'model_ema_decay')
@@ -373,8 +388,13 @@ def check_train_options(args: argparse.Namespace) -> None:
     _check_input(args)
     _check_numerics(args)
     _check_sizes(args)
+    _check_distribution(args)
     if args.model_dtype == 'float16' and args.model_ema:
         raise UsageError('--model-dtype float16 is too coarse for --model-ema: use bfloat16, or --amp in its place')
+    if args.tta > MOST_VIEWS:
+        raise UsageError(f'--tta {args.tta}: there are {MOST_VIEWS} views of an image')
+    if args.log_tensorboard and importlib.util.find_spec('tensorboard') is None:
+        raise UsageError("--log-tensorboard needs the package tensorboard: pip install 'flatten_zoo[tensorboard]'")
     optimizer = args.opt.lower().removeprefix('lookahead_')
     if optimizer not in list_optimizers():
         raise unknown_name('optimizer', args.opt, list_optimizers())
@@ -397,11 +417,12 @@ def check_validate_options(args: argparse.Namespace) -> None:
     Raises:
         UsageError: The option, its value and what would be right.
     """
-    _check_single_process()
-    _check_minimum(args, 1, 'batch_size', 'log_freq', *_SIZES)
+    _check_minimum(args, 1, 'batch_size', 'log_freq', 'num_gpu', *_SIZES)
     _check_minimum(args, 0, 'workers')
     _check_input(args)
     _check_numerics(args)
+    if args.num_gpu > 1 and args.torchcompile:
+        raise UsageError(f'--num-gpu {args.num_gpu} does not go with --torchcompile')
 
 
 _SIZES = ('img_size', 'in_chans', 'num_classes')
@@ -446,6 +467,8 @@ def _check_sizes(args: argparse.Namespace) -> None:
     for name in dependent if not sizes else ():
         if getattr(args, name) is not None:
             raise UsageError(f'{_flag(name)} needs --train-img-sizes')
+    if args.variable_batch_loss_scale != 'none' and not args.train_batch_sizes:
+        raise UsageError('--variable-batch-loss-scale needs --train-batch-sizes: all batches have one size without')
     if not sizes:
         return
     for name in dependent[:2]:
@@ -466,6 +489,17 @@ def _check_sizes(args: argparse.Namespace) -> None:
     _check_minimum(args, 1, 'train_batches_per_epoch')
     _check_minimum(args, 0, 'train_size_schedule_spread')
     _check_probability(args, 'train_size_random_mix')
+
+
+def _check_distribution(args: argparse.Namespace) -> None:
+    if args.aug_repeats and args.aug_repeats < 1:
+        raise UsageError(f'--aug-repeats {args.aug_repeats}: must be at least 1, or 0 for none')
+    if args.aug_repeats and not is_distributed_env():
+        raise UsageError(
+            f'--aug-repeats {args.aug_repeats:g} gives the augmentations of an image to different processes: '
+            f'start several with torchrun')
+    if args.sync_bn and args.split_bn:
+        raise UsageError('--sync-bn does not go with --split-bn')
 
 
 def _check_numerics(args: argparse.Namespace) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from .interrupts import raise_if_interrupted
+from .distributed import is_first, world_size
+from .interrupts import until_interrupted
 from .logs import log
 
 __all__ = ['Progress']
@@ -18,16 +19,18 @@ class Progress:
         batches: What to iterate over; its length, if known, gives the time left.
         label: What the loop does.
         interval: Batches between two lines when standard error is not a terminal.
+        in_step: Whether all processes have the same number of batches and go through them together.
     """
 
     REFRESH = 0.5  # seconds between two figures on a bar
 
-    def __init__(self, batches: Iterable, label: str, interval: int):
+    def __init__(self, batches: Iterable, label: str, interval: int, in_step: bool = True):
         self.batches = batches
         self.label = label
         self.interval = interval
+        self.in_step = in_step
         self.total = len(batches) or None
-        self.on_terminal = sys.stderr.isatty()
+        self.on_terminal = sys.stderr.isatty() and is_first()
         self.done = 0
         self.images = 0
         self.started = self.shown = time.monotonic()
@@ -38,14 +41,9 @@ class Progress:
                 disable=not self.on_terminal,
         ) as self.bar:
             self.started = time.monotonic()
-            try:
-                for batch in self.batches:
-                    yield batch
-                    self.bar.update()
-                    raise_if_interrupted()
-            except RuntimeError:
-                raise_if_interrupted()  # it took the loader's processes along
-                raise
+            for batch in until_interrupted(self.batches, self.in_step):
+                yield batch
+                self.bar.update()
 
     def advance(self, images: int) -> bool:
         """Count a finished batch.
@@ -74,5 +72,5 @@ class Progress:
 
     @property
     def rate(self) -> float:
-        """Images per second so far."""
-        return self.images / max(time.monotonic() - self.started, 1e-9)
+        """Images per second of all processes so far."""
+        return world_size() * self.images / max(time.monotonic() - self.started, 1e-9)

@@ -13,12 +13,13 @@ from torch import nn
 from flatten_zoo.errors import UsageError
 
 from .data import mixup_arguments
+from .distributed import world_size
 
 __all__ = ['build_optimizer', 'build_scheduler', 'build_task', 'updates_per_epoch']
 
 
 def build_task(args: argparse.Namespace, model: nn.Module, device: torch.device) -> ClassificationTask:
-    """Model, loss and average of the weights, compiled if asked for."""
+    """Model, loss and average of the weights; compiled if asked for, and joined to those of the other processes."""
     loss: dict[str, Any] = {'smoothing': args.smoothing, 'soft_targets': mixup_arguments(args) is not None}
     if args.jsd_loss:
         loss |= {'loss_type': 'jsd', 'jsd_splits': args.aug_splits}
@@ -38,13 +39,17 @@ def build_task(args: argparse.Namespace, model: nn.Module, device: torch.device)
         task.compile(backend=args.torchcompile, mode=args.torchcompile_mode)
         if args.model_ema and not args.model_ema_force_cpu:
             task.compile_ema(backend=args.torchcompile, mode=args.torchcompile_mode)
+    if world_size() > 1:
+        task.prepare_distributed(
+            device_ids=None if device.type == 'cpu' else [device],
+            **{'broadcast_buffers': False} if args.no_ddp_bb else {})
     return task
 
 
 def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
-    """timm's optimizer of that name; without `--lr`, the rate follows from `--lr-base` and the images per update."""
+    """timm's optimizer of that name; without `--lr`, the rate follows from `--lr-base` and all images per update."""
     if args.lr is None:
-        ratio = args.batch_size * args.grad_accum_steps / args.lr_base_size
+        ratio = args.batch_size * world_size() * args.grad_accum_steps / args.lr_base_size
         if not args.lr_base_scale:
             adaptive = any(name in args.opt.lower() for name in ('ada', 'lamb'))
             args.lr_base_scale = 'sqrt' if adaptive else 'linear'

@@ -5,6 +5,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -12,7 +13,11 @@ from matplotlib.figure import Figure
 from flatten_zoo.errors import UsageError, first_line
 from flatten_zoo.files import write_beside
 
-__all__ = ['draw_curves', 'figures_text', 'next_command', 'start_wandb', 'trim_summary']
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+__all__ = [
+    'draw_curves', 'figures_text', 'log_last_row', 'next_command', 'start_tensorboard', 'start_wandb', 'trim_summary']
 
 matplotlib.use('Agg')
 
@@ -33,6 +38,23 @@ def start_wandb(args: argparse.Namespace, name: str) -> None:
             id=args.wandb_resume_id or None, resume='must' if args.wandb_resume_id else None)
     except Exception as e:
         raise UsageError(f'--log-wandb: {first_line(e)}') from e
+
+
+def start_tensorboard(folder: Path, epoch: int) -> 'SummaryWriter':
+    """Begin or continue a folder's event files for TensorBoard; what they had from `epoch` on counts no more."""
+    from torch.utils.tensorboard import SummaryWriter
+    return SummaryWriter(str(folder), purge_step=epoch)
+
+
+def log_last_row(tensorboard: 'SummaryWriter', summary: Path) -> None:
+    """Log the figures of the last row of a `summary.csv` under the names of its columns."""
+    with summary.open(newline='') as file:
+        *_, row = csv.DictReader(file)
+    epoch = int(row.pop('epoch'))
+    for name, value in row.items():
+        if value:
+            tensorboard.add_scalar(name, float(value), epoch)
+    tensorboard.flush()
 
 
 def trim_summary(summary: Path, epochs: int) -> None:
@@ -60,8 +82,9 @@ def draw_curves(summary: Path, picture: Path) -> None:
         'accuracy / %': {'top-1': 'eval_top1', 'top-5': 'eval_top5'},
         'learning rate': {'': 'lr'},
     }
-    figure = Figure(figsize=(12, 3.6), layout='constrained')
-    for axes, (title, lines) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+    figure = Figure(figsize=(12, 3.6))
+    place = {'left': 0.05, 'right': 0.99, 'bottom': 0.14, 'top': 0.91, 'wspace': 0.2}  # computing it takes longest
+    for axes, (title, lines) in zip(figure.subplots(1, len(panels), gridspec_kw=place), panels.items(), strict=True):
         for name, column in lines.items():
             points = [(int(row['epoch']), float(row[column])) for row in rows if row.get(column)]
             if points:

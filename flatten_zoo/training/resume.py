@@ -8,7 +8,6 @@ from flatten_zoo.weights import select_state_dict
 
 from .checkpoints import last_checkpoint
 from .logs import log
-from .report import trim_summary
 
 if TYPE_CHECKING:
     from .train import Run
@@ -46,7 +45,7 @@ def first_epoch(args: argparse.Namespace, checkpoint: dict[str, Any] | None) -> 
 def resume(run: 'Run', path: Path, checkpoint: dict[str, Any]) -> None:
     """Bring a new run to the state of a checkpoint whose weights its model has already.
 
-    Where the checkpoint is the output folder's own, its summary and history of checkpoints go on too.
+    Where the checkpoint is the output folder's own, its history of checkpoints goes on too.
 
     Args:
         run: The run to continue.
@@ -66,7 +65,6 @@ def resume(run: 'Run', path: Path, checkpoint: dict[str, Any]) -> None:
             f"--resume '{path}': its optimizer state does not fit ({first_line(e)}); "
             f'--no-resume-opt continues with a new one') from e
     if path.parent.resolve() == run.folder.resolve():
-        trim_summary(run.folder / 'summary.csv', run.epoch)
-        whole = run.trainer.position is None and not args.no_resume_opt and args.start_epoch is None
+        whole = 'position' not in checkpoint.get('run', {}) and not args.no_resume_opt and args.start_epoch is None
         run.saver.continue_with(checkpoint, again=whole)
     log.info('continuing from %s at epoch %d', path, run.epoch)

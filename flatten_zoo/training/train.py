@@ -1,6 +1,7 @@
 """Training from the first option to the last line of the report: `train.py`."""
 import argparse
 import datetime
+import errno
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -10,17 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from timm.data import Mixup
+from timm.task.evaluator import evaluation_sample_limit
 from timm.utils import random_seed, update_summary
 from torch import nn
-from torch.utils.data import Dataset
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset, IterableDataset
 from tqdm import tqdm
 
 from flatten_zoo.errors import UsageError
-from flatten_zoo.weights import read_checkpoint
 
-from .checkpoints import BEST, LAST, Checkpoints, last_checkpoint, load_weights
+from .checkpoints import BEST, LAST, Checkpoints, last_checkpoint, load_weights, read_saved, remove_unfinished
 from .config import write_options_file
 from .data import evaluation_loader, input_config, mixup_arguments, open_splits, training_loader
+from .distributed import as_one, first_of_machine_ahead, from_first, is_first, join, rank, wait_for_all, world_size
+from .divergence import Divergence, remedies
 from .engine import Trainer, evaluate
 from .interrupts import Terminated, exit_status, interrupts_between_batches, raise_if_interrupted
 from .logs import log, setup_logging
@@ -28,8 +32,9 @@ from .models import build_training_model, import_device_modules, resolve_device
 from .numerics import Numerics
 from .options import check_train_options, train_parser
 from .recipe import build_optimizer, build_scheduler, build_task, updates_per_epoch
-from .report import draw_curves, figures_text, next_command, start_wandb
+from .report import draw_curves, figures_text, log_last_row, next_command, start_tensorboard, start_wandb, trim_summary
 from .resume import find_resumed, first_epoch, resume
+from .sync_bn import synchronize_batch_norm
 
 __all__ = ['main']
 
@@ -46,6 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         UsageError: What was asked for cannot be done.
     """
     setup_logging()
+    with as_one():
+        return train(argv)
+
+
+def train(argv: Sequence[str] | None) -> int:
+    """What `main` does, in each of the processes."""
     run = None
     try:
         args = train_parser().parse_with_config(argv)
@@ -57,12 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             except Terminated:
                 run.save_recovery()
                 raise
+    except Divergence as e:
+        raise UsageError(f'{e}; {remedies(args)}; {what_is_left(run)}') from e
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UsageError(f'cannot write the output: {e.strerror}; {what_is_left(run)}') from e
     except KeyboardInterrupt as e:
-        last = run and last_checkpoint(run.folder)
-        if last:
-            log.info('interrupted; the last complete checkpoint is %s', last)
-        else:
-            log.info('interrupted before the first checkpoint')
+        log.info('interrupted; %s', what_is_left(run))
         return exit_status(e)
     return 0
 
@@ -79,6 +92,7 @@ class Run:
         saver: Keeps the checkpoints.
         epochs: Number of epochs, warm-up prefix and cooldown included.
         epoch: The current epoch, at first the one to start with.
+        tensorboard: Where each row of the summary is logged as well, if anywhere.
     """
     args: argparse.Namespace
     folder: Path
@@ -87,6 +101,7 @@ class Run:
     saver: Checkpoints
     epochs: int
     epoch: int
+    tensorboard: Any = None
 
     def train(self) -> None:
         """Train every epoch; validate, record and save after each; report at the end."""
@@ -112,6 +127,7 @@ class Run:
         position = self.trainer.position
         if position is not None and position.batches:
             self.saver.save_recovery(self.epoch, position.batches)
+            wait_for_all()  # the end of another process would end the one that writes
 
     def _validate(self, epoch: int, label: str) -> OrderedDict[str, float] | None:
         """Figures of the model, or of the average of its weights where there is one on the device."""
@@ -126,7 +142,9 @@ class Run:
         return figures
 
     def _evaluate(self, model: nn.Module, label: str) -> OrderedDict[str, float]:
-        evaluator = self.trainer.task.create_evaluator()
+        evaluator = self.trainer.task.create_evaluator(max_samples=evaluation_sample_limit(self.loader_eval))
+        if isinstance(model, DistributedDataParallel):
+            model = model.module  # each process goes through its images by itself
         return evaluate(model, self.loader_eval, self.trainer.numerics, evaluator, label, self.args.log_interval)
 
     def _record(
@@ -141,10 +159,8 @@ class Run:
             The best figure so far and its epoch, in words.
         """
         args, trainer = self.args, self.trainer
-        summary = self.folder / 'summary.csv'
-        columns = figures or (self.loader_eval and dict.fromkeys(trainer.task.create_evaluator().metric_names, ''))
-        update_summary(epoch, train_figures, columns, summary, lr=trainer.learning_rate(), log_wandb=args.log_wandb)
-        draw_curves(summary, self.folder / 'curves.png')
+        if is_first():
+            self._record_figures(epoch, train_figures, figures)
         metric = figures and figures[args.eval_metric]
         if trainer.scheduler is not None:
             trainer.scheduler.step(epoch + 1, metric)
@@ -152,7 +168,24 @@ class Run:
         best, best_epoch = self.saver.save_checkpoint(epoch, metric)
         return 'unknown' if best is None else f'{args.eval_metric} {best:.4g} at epoch {best_epoch}'
 
+    def _record_figures(
+            self,
+            epoch: int,
+            train_figures: OrderedDict[str, float],
+            figures: OrderedDict[str, float] | None,
+    ) -> None:
+        trainer = self.trainer
+        summary = self.folder / 'summary.csv'
+        columns = figures or (self.loader_eval and dict.fromkeys(trainer.task.create_evaluator().metric_names, ''))
+        update_summary(
+            epoch, train_figures, columns, summary, lr=trainer.learning_rate(), log_wandb=self.args.log_wandb)
+        if self.tensorboard is not None:
+            log_last_row(self.tensorboard, summary)
+        draw_curves(summary, self.folder / 'curves.png')
+
     def _report(self) -> None:
+        if not is_first():
+            return
         if self.saver.best_epoch is not None:
             log.info('best %s %.4g at epoch %d', self.args.eval_metric, self.saver.best_metric, self.saver.best_epoch)
         names = (BEST, LAST, 'summary.csv', 'curves.png', 'args.yaml')
@@ -164,30 +197,32 @@ class Run:
 def prepare(args: argparse.Namespace) -> Run:
     """Build everything a run needs; the output folder comes last, so that bad input leaves none behind."""
     import_device_modules(args.device_modules)
-    numerics = Numerics.from_options(args, resolve_device(args.device))
+    numerics = Numerics.from_options(args, join(resolve_device(args.device)))
     random_seed(args.seed)
-    resumed = find_resumed(args)
-    checkpoint = read_checkpoint(resumed) if resumed else None
+    resumed = from_first(find_resumed(args) if is_first() else None)
+    checkpoint = read_saved(resumed) if resumed else None
     start = first_epoch(args, checkpoint)
     args.data_dir, args.data = args.data or args.data_dir, None
-    model = build_training_model(args)
-    if resumed:
-        load_weights(model, resumed, use_ema=False)
-    elif args.initial_checkpoint:
-        load_weights(model, args.initial_checkpoint, use_ema=None, adapt=True)
+    model = start_model(args, resumed)
     args.num_classes = model.num_classes
     config = input_config(args, model)
-    train_set, eval_set = open_splits(args, channels=config['input_size'][0])
+    with first_of_machine_ahead(args.dataset_download):
+        train_set, eval_set = open_splits(args, channels=config['input_size'][0])
     loader = training_loader(args, train_set, config, numerics)
-    eval_batch = args.validation_batch_size or args.batch_size
-    loader_eval = evaluation_loader(args, eval_set, config, numerics, eval_batch) if eval_set is not None else None
+    eval_batch, loader_eval = args.validation_batch_size or args.batch_size, None
+    if eval_set is not None:
+        loader_eval = evaluation_loader(args, eval_set, config, numerics, eval_batch, views=args.tta)
 
-    task = build_task(args, numerics.place(model), numerics.device)
+    model = numerics.place(model)
+    if args.sync_bn and world_size() > 1:
+        args.dist_bn = ''  # there is nothing left to distribute
+        model = synchronize_batch_norm(model, numerics.device)
+    task = build_task(args, model, numerics.device)
     optimizer = build_optimizer(args, model)
     updates = updates_per_epoch(args, len(loader))
     scheduler, epochs = build_scheduler(args, optimizer, updates, start)
     mixup = mixup_arguments(args)
-    folder = output_folder(args, size=config['input_size'][-1], resumed=resumed)
+    folder = from_first(output_folder(args, config['input_size'][-1], resumed) if is_first() else None)
     trainer = Trainer(
         args, numerics, task, optimizer, scheduler, loader,
         mixup=Mixup(**mixup) if mixup and args.no_prefetcher else None, folder=folder)
@@ -198,22 +233,55 @@ def prepare(args: argparse.Namespace) -> Run:
     run = Run(args, folder, trainer, loader_eval, saver, epochs, start)
     if resumed:
         resume(run, resumed, checkpoint)
-    if args.log_wandb:
-        start_wandb(args, folder.name)
-    make_folder(folder)
-    write_options_file(folder / 'args.yaml', args)
+    start_output(run)
     log.info(
-        '%s with %.2f M parameters on %s: %s images, %d classes, %s for training and %s for validation', args.model,
-        sum(p.numel() for p in model.parameters()) / 1e6, numerics.device, ' × '.join(map(str, config['input_size'])),
-        args.num_classes, size_text(train_set), size_text(eval_set))
+        '%s with %.2f M parameters on %s%s: %s images, %d classes, %s for training and %s for validation', args.model,
+        sum(p.numel() for p in model.parameters()) / 1e6, f'{world_size()} × ' if world_size() > 1 else '',
+        numerics.device, ' × '.join(map(str, config['input_size'])), args.num_classes, size_text(train_set),
+        size_text(eval_set))
     return run
+
+
+def what_is_left(run: Run | None) -> str:
+    """Where a run that ends early can go on."""
+    if run is None:
+        return 'training had not begun'
+    last = last_checkpoint(run.folder)
+    return f'the last complete checkpoint is {last}' if last else 'there is no checkpoint yet'
+
+
+def start_model(args: argparse.Namespace, resumed: Path | None) -> nn.Module:
+    """The model with the weights to start with, the same in all processes; their random numbers differ from then on."""
+    with first_of_machine_ahead(args.pretrained):
+        model = build_training_model(args)
+    if rank():
+        random_seed(args.seed, rank())
+    if resumed:
+        load_weights(model, resumed, use_ema=False)
+    elif args.initial_checkpoint:
+        load_weights(model, args.initial_checkpoint, use_ema=None, adapt=True)
+    return model
+
+
+def start_output(run: Run) -> None:
+    """Make the output folder with the options in it, and begin the logs on Weights & Biases and for TensorBoard."""
+    args, folder = run.args, run.folder
+    if is_first():
+        if args.log_wandb:
+            start_wandb(args, folder.name)
+        make_folder(folder, run.epoch)
+        if args.log_tensorboard:
+            run.tensorboard = start_tensorboard(folder, run.epoch)
+        write_options_file(folder / 'args.yaml', args)
+    wait_for_all()
 
 
 def size_text(dataset: Dataset | None) -> str:
     """How many images there are, as far as that is known."""
     if dataset is None:
         return 'none'
-    return str(len(dataset) or 'a stream')
+    shares = world_size() if isinstance(dataset, IterableDataset) else 1
+    return str(shares * len(dataset) or 'a stream')
 
 
 def output_folder(args: argparse.Namespace, size: int, resumed: Path | None) -> Path:
@@ -231,9 +299,11 @@ def output_folder(args: argparse.Namespace, size: int, resumed: Path | None) -> 
     return folder
 
 
-def make_folder(folder: Path) -> None:
-    """Make the output folder."""
+def make_folder(folder: Path, start: int) -> None:
+    """Make the output folder; where an earlier process was killed in it, remove what will be done again."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise UsageError(f"cannot make the output folder '{folder}': {e.strerror}") from e
+    remove_unfinished(folder)
+    trim_summary(folder / 'summary.csv', start)

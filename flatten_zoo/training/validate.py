@@ -22,11 +22,12 @@ from flatten_zoo.models._released import TAG
 from .checkpoints import load_weights, run_checkpoint
 from .config import OptionParser, read_options_file
 from .data import check_classes, evaluation_loader, input_config, open_dataset
+from .distributed import as_one, check_alone
 from .engine import evaluate
 from .imagenet import LabelledEvaluator, read_real_labels, read_valid_labels
 from .interrupts import exit_status, interrupts_between_batches
 from .logs import log, setup_logging
-from .models import build_model, resolve_device
+from .models import build_model, resolve_device, shared_by_gpus
 from .numerics import Numerics
 from .options import check_validate_options, train_parser, validate_parser
 from .report import figures_text
@@ -47,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         UsageError: What was asked for cannot be done.
     """
     setup_logging()
+    with as_one():
+        check_alone('validate.py')
     try:
         args = parse(argv)
         names = model_names(args)
@@ -208,6 +211,7 @@ def validate(args: argparse.Namespace) -> dict[str, Any]:
     model = numerics.place(model)
     if args.torchcompile:
         model = torch.compile(model, backend=args.torchcompile, mode=args.torchcompile_mode)
+    model = shared_by_gpus(model, args.num_gpu, numerics.device)
     started = time.monotonic()
     figures = evaluate(model, loader, numerics, evaluator, args.model, args.log_freq)
     elapsed = time.monotonic() - started

@@ -1,0 +1,190 @@
+"""Several processes that train together, as torchrun starts them: they join, agree, share, and end as one."""
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from timm.task import TrainingTask
+from timm.utils import distribute_bn
+from timm.utils.distributed import init_distributed_device_so, is_distributed_env, world_info_from_env
+from torch.distributed.distributed_c10d import _get_default_store
+
+from flatten_zoo.errors import UsageError, first_line
+
+__all__ = [
+    'as_one', 'check_alone', 'distribute_batch_norm', 'first_of_machine_ahead', 'from_first', 'gathered', 'highest',
+    'is_first', 'join', 'rank', 'total', 'wait_for_all', 'world_size',
+]
+
+T = TypeVar('T')
+
+
+def world_size() -> int:
+    """Number of processes that have joined, 1 if there is only this one."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Number of this process among them."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes and reports."""
+    return rank() == 0
+
+
+def join(device: torch.device) -> torch.device:
+    """Join the other processes, if this one was started as one of several.
+
+    NCCL (or what the device has in its place) connects the devices, Gloo the CPUs.
+
+    Args:
+        device: Device that all of them were told to use.
+
+    Returns:
+        The device of this process: on GPUs the one with its number on the machine.
+
+    Raises:
+        UsageError: There are more processes than devices, or they cannot join.
+    """
+    if not is_distributed_env():
+        return device
+    local_rank, _, processes = world_info_from_env()
+    backend = 'gloo'
+    if device.type != 'cpu':
+        devices = torch.accelerator.device_count()
+        if local_rank >= devices:
+            raise UsageError(f'--nproc_per_node: there are more processes than the {devices} {device.type} devices')
+        backend = f'cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}'
+    try:
+        return torch.device(init_distributed_device_so(device.type, dist_backend=backend)['device'])
+    except (RuntimeError, ValueError) as e:
+        raise UsageError(f'the {processes} processes of this run cannot join: {first_line(e)}') from e
+
+
+def check_alone(program: str) -> None:
+    """Refuse torchrun's several processes for a program that is one.
+
+    Raises:
+        UsageError: The program has been started several times.
+    """
+    processes = os.environ.get('WORLD_SIZE', '1')
+    if processes != '1':
+        raise UsageError(f'{program} is one process: start it without torchrun (WORLD_SIZE={processes})')
+
+
+@contextmanager
+def as_one() -> Iterator[None]:
+    """Within, what ends one process ends all, and is said once.
+
+    A `UsageError` that several processes make is raised in one of them; the others exit. A process that another has
+    left alone exits with one line.
+    """
+    try:
+        yield
+    except UsageError:
+        if _is_first_to_fail():
+            raise
+        sys.exit(2)
+    except RuntimeError as e:
+        if not _is_of_communication(e):
+            raise
+        if _is_first_to_fail(report=False):
+            reason = re.sub(r'\[\S+\.cc:\d+\] ', '', first_line(e))
+            print(f'error: another process of this run has ended or is out of reach: {reason}', file=sys.stderr)
+        sys.exit(1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+_FAILURES = 'flatten_zoo/failures'
+
+
+def _is_first_to_fail(report: bool = True) -> bool:
+    """Whether no other process has reported an error; with `report`, this one has from now on."""
+    if not dist.is_initialized():  # still at the command line, which is the same for all
+        if world_info_from_env()[0] == 0:
+            return True
+        time.sleep(10)  # torchrun ends all with the first that ends, which has to be the one that reports
+        return False
+    try:
+        return _get_default_store().add(_FAILURES, int(report)) == int(report)
+    except RuntimeError:  # the process that keeps the store is gone
+        return True
+
+
+def _is_of_communication(error: RuntimeError) -> bool:
+    return world_size() > 1 and (isinstance(error, dist.DistError) or 'gloo' in str(error))
+
+
+def highest(value: int) -> int:
+    """The highest of the processes' values."""
+    if world_size() == 1:
+        return value
+    values = torch.tensor(value)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return values.item()
+
+
+def total(*values: float) -> list[float]:
+    """Sums over the processes."""
+    if world_size() == 1:
+        return list(values)
+    sums = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(sums)
+    return sums.tolist()
+
+
+def from_first(value: T) -> T:
+    """The first process's value."""
+    if world_size() == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+def gathered(value: Any) -> list[Any]:
+    """On the first process the values of all, in their order; on the others nothing."""
+    if world_size() == 1:
+        return [value]
+    values = [None] * world_size() if is_first() else None
+    dist.gather_object(value, values)
+    return values or []
+
+
+def wait_for_all() -> None:
+    """Go on when every process has come here."""
+    highest(0)
+
+
+@contextmanager
+def first_of_machine_ahead(wanted: bool = True) -> Iterator[None]:
+    """Within, the first process of each machine goes ahead of its others, to download for them."""
+    ahead = world_info_from_env()[0] == 0
+    if wanted and not ahead:
+        wait_for_all()
+    yield
+    if wanted and ahead:
+        wait_for_all()
+
+
+def distribute_batch_norm(task: TrainingTask, how: str) -> None:
+    """Give all processes the same statistics of batch norm, in the model and in its average.
+
+    Args:
+        task: The processes' task.
+        how: 'reduce' for the mean of their statistics, 'broadcast' for those of the first process, '' for no change.
+    """
+    if world_size() == 1 or not how:
+        return
+    for ema in (False, True):
+        model = task.get_trainable_module(ema=ema)
+        if model is not None:
+            distribute_bn(model, world_size(), reduce=how == 'reduce')
