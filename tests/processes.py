@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-
 RUNS = 8  # that they can make one after the other
 
 

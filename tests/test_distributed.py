@@ -192,7 +192,7 @@ def test_repeated_augmentation_shows_an_image_to_both_processes(tmp_path, images
 def test_more_than_the_images_of_a_process(tmp_path, images):
     first, second = in_processes(tmp_path, exits, tmp_path / 'output', images, '-b', 13)
     assert (first.status, second.status) == (2, 2)
-    assert 'error: 2 processes with --batch-size 13 take more than the 24 training images' in first.said + second.said
+    assert 'error: --batch-size 13 in 2 processes is too many: there are 24 training images' in first.said + second.said
 
 
 # Files
