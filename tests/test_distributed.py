@@ -292,13 +292,21 @@ def test_mistake_of_all_processes_is_reported_once(tmp_path, images, argv, messa
     assert not (tmp_path / 'output').exists()
 
 
+def test_mistake_that_only_the_first_process_sees(tmp_path, images):
+    first, second = in_processes(tmp_path, exits, tmp_path / 'output', images, '--resume', 'none.pth.tar')
+    assert (first.status, second.status) == (2, 1)
+    assert first.said.startswith("error: --resume 'none.pth.tar': there is no such file")
+    assert 'error: ' not in second.said
+    assert 'Traceback' not in second.said
+
+
 def test_unreadable_image_of_one_process_ends_both(tmp_path, images):
     bad = write_images(tmp_path / 'images', train=8)
     (bad / 'train' / 'red' / '3.png').write_bytes(b'nothing')
     outcomes = in_processes(tmp_path, exits, tmp_path / 'output', bad)
     assert sorted(outcome.status for outcome in outcomes) == [1, 2]
     lines = ''.join(outcome.said for outcome in outcomes).splitlines()
-    assert 'Traceback' not in lines
+    assert not any('Traceback' in line for line in lines)
     assert [line for line in lines if line.startswith('error')] == [
         f"error: cannot read the image '{bad}/train/red/3.png'; remove or replace it"]
 
