@@ -1,4 +1,4 @@
-"""Several processes in place of torchrun's: joined by Gloo like those, but forked, which spares the imports."""
+"""Several processes in place of torchrun's: joined by Gloo like those, but forked from one with all imports done."""
 import multiprocessing
 import os
 import sys
@@ -26,7 +26,7 @@ def in_processes(folder: Path, function: Callable, *args, count: int = 2) -> lis
 
     Args:
         folder: Where to keep what they say.
-        function: Its results have to be picklable.
+        function: Function of a module, with results that can be pickled.
         args: Its arguments.
         count: Number of processes.
 
@@ -34,7 +34,8 @@ def in_processes(folder: Path, function: Callable, *args, count: int = 2) -> lis
         An outcome for each of them.
     """
     stores = [torch.distributed.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False) for _ in range(RUNS)]
-    context = multiprocessing.get_context('fork')
+    context = multiprocessing.get_context('forkserver')
+    context.set_forkserver_preload([function.__module__])
     processes, results = [], []
     for rank in range(count):
         environment = {
@@ -49,7 +50,7 @@ def in_processes(folder: Path, function: Callable, *args, count: int = 2) -> lis
     outcomes = []
     for rank, (process, receiver) in enumerate(zip(processes, results, strict=True)):
         try:
-            result = receiver.recv() if receiver.poll(60) else None
+            result = receiver.recv() if receiver.poll(120) else None
         except EOFError:  # it ended without a result
             result = None
         process.join(10)
@@ -72,6 +73,7 @@ def _run(said: Path, environment: dict[str, Any], sender, function: Callable, ar
         os.dup2(file.fileno(), 2)
     sys.stderr = open(2, 'w', closefd=False)  # noqa: SIM115
     torch.set_num_threads(1)
+    multiprocessing.set_start_method('fork', force=True)  # of a loader's processes, as under torchrun on Linux
     status = 1
     try:
         sender.send(function(*args))

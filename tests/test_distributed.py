@@ -5,10 +5,11 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
+import zlib
 from functools import partial
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from timm.task.evaluator import evaluation_sample_limit
@@ -129,6 +130,7 @@ def test_statistics_of_batch_norm(tmp_path, images):
 
 def seen(root: Path, layouts: dict[str, list[str]], more: list[str]) -> dict[str, list[list[int]]]:
     """What this process gets of the images of each layout, in an epoch of training and in validation."""
+    datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0.1  # seconds, after a shuffled stream left before its end
     distributed.join(torch.device('cpu'))
     found = {}
     for name, options in layouts.items():
@@ -143,16 +145,15 @@ def seen(root: Path, layouts: dict[str, list[str]], more: list[str]) -> dict[str
         found[name] = []
         for loader in loaders:
             limit = evaluation_sample_limit(loader)
-            images = [hash(image.numpy().tobytes()) for batch, _ in loader for image in batch]
+            images = [zlib.crc32(image.numpy().tobytes()) for batch, _ in loader for image in batch]
             found[name].append(images[:limit])
     return found
 
 
 @pytest.mark.filterwarnings('ignore:Length of IterableDataset')
 @pytest.mark.parametrize('workers', ['0', '2'])
-def test_every_reader_gives_every_image_to_one_process(tmp_path, images, workers, monkeypatch):
+def test_every_reader_gives_every_image_to_one_process(tmp_path, images, workers):
     """24 images in shards of six for training, 15 in shards of four and three for validation."""
-    monkeypatch.setattr('datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN', 0.1)
     write_tars(tmp_path / 'tars', images)
     write_shards(tmp_path / 'shards', images)
     write_parquet(tmp_path / 'parquet', images)
@@ -187,12 +188,6 @@ def test_repeated_augmentation_shows_an_image_to_both_processes(tmp_path, images
     assert [len(batch) for batch in together] == [2] * 4  # six places for two images, three times each
     assert len(set(first + second)) == 8
     assert len(set(first) & set(second)) == 8
-
-
-def test_more_than_the_images_of_a_process(tmp_path, images):
-    first, second = in_processes(tmp_path, exits, tmp_path / 'output', images, '-b', 13)
-    assert (first.status, second.status) == (2, 2)
-    assert 'error: 2 processes with --batch-size 13 take more than the 24 training images' in first.said + second.said
 
 
 # Files
@@ -281,16 +276,30 @@ def test_interruption_in_validation_and_another_number_of_processes(tmp_path, im
 # Failures
 
 def exits(output: Path, images: Path, *argv) -> None:
+    distributed.time.sleep = lambda seconds: None
     sys.exit(train(output, images, *RESNET, *argv))
 
 
-def test_mistake_of_all_processes_is_reported_once(tmp_path, images):
-    outcomes = in_processes(tmp_path, exits, tmp_path / 'output', images, '--num-classes', 4)
+@pytest.mark.parametrize('argv, message', [
+    (('--epoch', 3), "unknown option '--epoch'; did you mean --epochs, --start-epoch, --reprob?"),
+    (('--num-classes', 4), 'the data has 3 classes but test_resnet has 4: give --num-classes 3, or name all classes in '
+                           '--class-map'),
+    (('-b', 13), '--batch-size 13 in 2 processes is too many: there are 24 training images'),
+    (('--opt', 'adahessian'), '--opt adahessian needs second derivatives, which DistributedDataParallel does not have'),
+])
+def test_mistake_of_all_processes_is_reported_once(tmp_path, images, argv, message):
+    outcomes = in_processes(tmp_path, exits, tmp_path / 'output', images, *argv)
     assert [outcome.status for outcome in outcomes] == [2, 2]
-    lines = ''.join(outcome.said for outcome in outcomes).splitlines()
-    assert lines == [
-        'error: the data has 3 classes but test_resnet has 4: give --num-classes 3, or name all classes in --class-map']
+    assert ''.join(outcome.said for outcome in outcomes) == f'error: {message}\n'
     assert not (tmp_path / 'output').exists()
+
+
+def test_mistake_that_only_the_first_process_sees(tmp_path, images):
+    first, second = in_processes(tmp_path, exits, tmp_path / 'output', images, '--resume', 'none.pth.tar')
+    assert (first.status, second.status) == (2, 1)
+    assert first.said.startswith("error: --resume 'none.pth.tar': there is no such file")
+    assert 'error: ' not in second.said
+    assert 'Traceback' not in second.said
 
 
 def test_unreadable_image_of_one_process_ends_both(tmp_path, images):
@@ -299,7 +308,7 @@ def test_unreadable_image_of_one_process_ends_both(tmp_path, images):
     outcomes = in_processes(tmp_path, exits, tmp_path / 'output', bad)
     assert sorted(outcome.status for outcome in outcomes) == [1, 2]
     lines = ''.join(outcome.said for outcome in outcomes).splitlines()
-    assert 'Traceback' not in lines
+    assert not any('Traceback' in line for line in lines)
     assert [line for line in lines if line.startswith('error')] == [
         f"error: cannot read the image '{bad}/train/red/3.png'; remove or replace it"]
 
@@ -347,11 +356,14 @@ def torchrun(*argv) -> subprocess.Popen:
     return subprocess.Popen(list(command), env=environment, text=True, stderr=subprocess.PIPE)
 
 
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 120
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert path.exists()
+def log_up_to(process: subprocess.Popen, text: str) -> str:
+    """What a process says up to a line with this text."""
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if text in line:
+            return ''.join(lines)
+    raise AssertionError(''.join(lines))
 
 
 def worker(process: subprocess.Popen, rank: int) -> int:
@@ -370,32 +382,21 @@ def worker(process: subprocess.Popen, rank: int) -> int:
 def test_torchrun_terminated_continued_and_bereft(tmp_path):
     """SIGTERM leaves a recovery checkpoint, from which the same command goes on until a process is killed."""
     images = write_images(tmp_path / 'images', train=80)
-    options = (images, '--output', tmp_path, '--epochs', 1000, '-j', 1, '-b', 2, '--resume', 'auto')
+    options = (images, '--output', tmp_path, *shlex.split('--epochs 1000 -j 1 -b 2 --resume auto --log-interval 20'))
     folder = tmp_path / 'run'
     process = torchrun(*options)
-    wait_for(folder / 'checkpoint-0.pth.tar')
-    time.sleep(0.5)
+    log_up_to(process, 'epoch 1/1000  batch 20/60')
     process.send_signal(signal.SIGTERM)
     log = process.communicate(timeout=60)[1]
     assert process.returncode != 0
-    assert 'Traceback' not in log.partition('torchrun')[0], log
     recovered = last_checkpoint(folder)
-    assert recovered.name.startswith('recovery-'), log
+    assert recovered.name.startswith('recovery-1-'), log
     assert log.count(f'interrupted; the last complete checkpoint is {recovered}') == 1
 
     process = torchrun(*options)
-    last = folder / f'checkpoint-{int(recovered.name.split("-")[1])}.pth.tar'
-    wait_for(last)
+    assert f'continuing from {recovered} at epoch 1' in log_up_to(process, 'epoch 2/1000  batch 20/60')
     os.kill(worker(process, rank=1), signal.SIGKILL)
     log = process.communicate(timeout=60)[1]
     assert process.returncode != 0
-    assert log.count(f'continuing from {recovered} at epoch') == 1
     assert '(SIGKILL)' in log
-    assert torch.load(folder / 'last.pth.tar', weights_only=True)['epoch'] >= int(last.name.split('-')[1].split('.')[0])
-
-
-def test_torchrun_reports_a_mistake():
-    process = torchrun('--epoch', 3)
-    log = process.communicate(timeout=60)[1]
-    assert process.returncode != 0
-    assert log.count("error: unknown option '--epoch'; did you mean --epochs") == 1
+    assert torch.load(folder / 'last.pth.tar', weights_only=True)['epoch'] >= 1

@@ -1,6 +1,7 @@
 """The recipes in configs/: what the project's own parser and builders make of them, against the authors' settings."""
 import json
 import math
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from timm.data.transforms import RandomResizedCropAndInterpolation
 from timm.layers import DropPath, resample_abs_pos_embed_nhwc, resize_rel_pos_bias_table
 from timm.models import create_model
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import Dataset
 from torchvision.transforms import InterpolationMode
 
@@ -21,7 +23,7 @@ from flatten_zoo.training.data import input_config, mixup_arguments, training_lo
 from flatten_zoo.training.models import build_training_model
 from flatten_zoo.training.numerics import Numerics
 from flatten_zoo.training.options import check_train_options, train_parser
-from flatten_zoo.training.recipe import build_optimizer, build_scheduler, build_task
+from flatten_zoo.training.recipe import build_optimizer, build_scheduler, build_task, updates_per_epoch
 from flatten_zoo.weights.convert import family_of
 
 CONFIGS = Path(__file__).parents[1] / 'configs'
@@ -63,20 +65,39 @@ BY_HAND = {
 }
 
 
+class Images(Dataset):
+    """As many images as ImageNet-1K has, none of which can be looked at."""
+    transform = None
+
+    def __len__(self):
+        return IMAGES
+
+
+@contextmanager
+def eight_processes():
+    """Within, this process is the first of 8, of which the others are made up."""
+    torch.distributed.init_process_group('fake', rank=0, world_size=PROCESSES, store=FakeStore())
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 class Recipe:
-    """What training builds from a recipe, for 8 processes; tensors have shapes only."""
+    """What training builds from a recipe in the first of 8 processes; tensors have shapes only."""
 
     def __init__(self, name: str):
         self.args = train_parser().parse_with_config(['--config', str(CONFIGS / f'{name}.yaml')])
         check_train_options(self.args)
-        self.per_process = self.args.batch_size
-        self.args.batch_size *= PROCESSES  # one process with all images: the rates follow from images per update
         self.args.workers = 0
         self.args.model_kwargs = {'device': 'meta'}
         self.model = build_training_model(self.args)
         self.args.num_classes = self.model.num_classes
-        self.optimizer = build_optimizer(self.args, self.model)
-        self.updates = IMAGES // self.args.batch_size
+        config = input_config(self.args, self.model)
+        with eight_processes():
+            self.optimizer = build_optimizer(self.args, self.model)
+            self.loader = training_loader(self.args, Images(), config, Numerics(CPU))
+        self.updates = updates_per_epoch(self.args, len(self.loader))
         self.scheduler, self.epochs = build_scheduler(self.args, self.optimizer, self.updates, start=0)
 
     def rate(self, epoch: float) -> float:
@@ -119,7 +140,7 @@ def test_optimizer_and_schedule(recipes, name):
     scale = PROCESSES * expected['batch'] / 512
     lr, warmup_lr, min_lr = (scale * expected[key] for key in ('lr', 'warmup_lr', 'min_lr'))
     assert recipe.args.model == name
-    assert recipe.per_process == expected['batch']
+    assert recipe.args.batch_size == expected['batch']
     assert type(recipe.optimizer) is torch.optim.AdamW
     assert recipe.optimizer.defaults['betas'] == (0.9, 0.999)
     assert recipe.optimizer.defaults['eps'] == 1e-8
@@ -167,19 +188,11 @@ def test_drop_path_average_and_evaluation(recipes, name):
     assert (config['mean'], config['std']) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
-class Images(Dataset):
-    """As many images as ImageNet-1K has, none of which can be looked at."""
-    transform = None
-
-    def __len__(self):
-        return IMAGES
-
-
 @pytest.mark.parametrize('name', TABLE)
 def test_augmentation(recipes, name):
     recipe, expected = recipes(name), table(name)
-    loader = training_loader(recipe.args, Images(), input_config(recipe.args, recipe.model), Numerics(CPU))
-    assert len(loader) == recipe.updates
+    loader = recipe.loader
+    assert len(loader) == IMAGES // (PROCESSES * expected['batch'])
     crop, flip, augment, *rest = loader.dataset.transform.transforms
     assert isinstance(crop, RandomResizedCropAndInterpolation)
     assert (crop.size, crop.scale, crop.ratio) == ((expected['size'],) * 2, (0.08, 1.0), (3 / 4, 4 / 3))
@@ -237,13 +250,13 @@ def test_weight_decay_is_that_of_the_official_tensors(recipes, name):
 def test_attention_resnets_have_timms_a3(recipes):
     recipe = recipes('attention_resnet_a3')
     args = recipe.args
-    assert (args.batch_size, args.opt, args.lr, args.weight_decay) == (2048, 'lamb', 8e-3, 0.02)
+    assert (args.batch_size, args.opt, args.lr, args.weight_decay) == (256, 'lamb', 8e-3, 0.02)
     assert (args.warmup_lr, args.min_lr, recipe.epochs, args.drop_path) == (1e-4, 1e-6, 100, None)
     assert [recipe.rate(epoch) for epoch in (0, 1, 5, 50, 99)] == pytest.approx(
         [1e-4, 1.68e-3, 7.951e-3, 4.0005e-3, 2.973e-6], rel=1e-3)
     config = input_config(args, recipe.model)
     assert (config['input_size'], config['crop_pct'], config['interpolation']) == ((3, 160, 160), 0.95, 'bicubic')
-    augment = training_loader(args, Images(), config, Numerics(CPU)).dataset.transform.transforms[2]
+    augment = recipe.loader.dataset.transform.transforms[2]
     assert all(op.magnitude == 6 and op.magnitude_std == 0.5 for op in augment.ops)
     mixing = mixup_arguments(args)
     assert (mixing['mixup_alpha'], mixing['cutmix_alpha'], mixing['label_smoothing']) == (0.1, 1.0, 0)

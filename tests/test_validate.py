@@ -14,11 +14,11 @@ from sklearn.metrics import precision_recall_fscore_support
 from timm.data import create_dataset, create_transform, resolve_data_config
 from timm.models import create_model
 
-from flatten_zoo.errors import report_usage_errors
+from flatten_zoo.errors import UsageError, report_usage_errors
 from flatten_zoo.models import RELEASES, Release
 from flatten_zoo.training import validate as validation
 from flatten_zoo.training.imagenet import averaged_metrics
-from flatten_zoo.training.models import build_model
+from flatten_zoo.training.models import build_model, shared_by_gpus
 from flatten_zoo.training.train import main as train
 from flatten_zoo.training.validate import main, parse
 
@@ -312,6 +312,20 @@ def test_checkpoint_that_would_run_code_is_refused(capsys, images, tmp_path):
     torch.save({'state_dict': {}, 'x': Evil()}, tmp_path / 'evil.pth')
     assert 'cannot be read safely' in refused(capsys, *MODEL, images, '--checkpoint', tmp_path / 'evil.pth')
     assert not (tmp_path / 'ran').exists()
+
+
+def test_several_gpus_share_a_batch(monkeypatch, capsys, images, untrained):
+    model = torch.nn.Identity()
+    assert shared_by_gpus(model, 1, torch.device('cpu')) is model
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 3)
+    monkeypatch.setattr(torch.nn, 'DataParallel', lambda model, device_ids: (model, device_ids))
+    assert shared_by_gpus(model, 2, torch.device('cuda')) == (model, [0, 1])
+    with pytest.raises(UsageError, match='--num-gpu 4 --device cuda: takes the first GPUs of a machine, which has 3'):
+        shared_by_gpus(model, 4, torch.device('cuda'))
+    assert '--num-gpu 2 --device cpu: takes the first GPUs' in refused(
+        capsys, *MODEL, images, '--num-gpu', 2, '--device', 'cpu')
+    assert '--num-gpu 2 does not go with --torchcompile' in refused(
+        capsys, *MODEL, images, '--num-gpu', 2, '--torchcompile')
 
 
 def test_several_processes_are_refused(capsys, monkeypatch):

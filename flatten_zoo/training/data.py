@@ -248,8 +248,8 @@ def training_loader(
 def _check_batch_is_filled(option: str, batch_size: int, dataset: Dataset) -> None:
     processes = world_size()
     if not isinstance(dataset, torch.utils.data.IterableDataset) and math.ceil(len(dataset) / processes) < batch_size:
-        each = f'{processes} processes with ' if processes > 1 else ''
-        raise UsageError(f'{each}{option} {batch_size} take more than the {len(dataset)} training images')
+        where = f' in {processes} processes' if processes > 1 else ''
+        raise UsageError(f'{option} {batch_size}{where} is too many: there are {len(dataset)} training images')
 
 
 def scheduled_sizes(args: argparse.Namespace, dataset: Dataset) -> dict[str, Any]:

@@ -55,9 +55,12 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.O
             args.lr_base_scale = 'sqrt' if adaptive else 'linear'
         args.lr = args.lr_base * (ratio ** 0.5 if args.lr_base_scale == 'sqrt' else ratio)
     try:
-        return create_optimizer_v2(model, **optimizer_kwargs(cfg=args), **args.opt_kwargs)
+        optimizer = create_optimizer_v2(model, **optimizer_kwargs(cfg=args), **args.opt_kwargs)
     except (AssertionError, TypeError, ValueError) as e:
         raise UsageError(f"cannot build the optimizer '{args.opt}': {e}") from e
+    if world_size() > 1 and getattr(optimizer, 'is_second_order', False):
+        raise UsageError(f'--opt {args.opt} needs second derivatives, which DistributedDataParallel does not have')
+    return optimizer
 
 
 def updates_per_epoch(args: argparse.Namespace, batches: int) -> int:

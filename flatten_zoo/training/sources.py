@@ -78,8 +78,8 @@ class CheckedStream(IterableImageDataset):
     """A stream where missing shards, processes without data and failures while reading are errors of one line.
 
     On its own, WebDataset goes on without a missing shard, and an epoch is shorter when there are too few for all
-    processes. In validation, timm's reader has each of several processes give the same number of images, some of them
-    twice or not at all; here each gives all of its shards, and may give more than another.
+    processes. In validation, timm's readers let each of several processes give the same number of images, some of them
+    twice or not at all; here each gives all of its part, and may give more than another.
     """
 
     def __init__(self, dataset: IterableImageDataset, name: str):
@@ -110,14 +110,14 @@ class CheckedStream(IterableImageDataset):
                 f"--workers {num_workers}: '{self.name}' has {shards} shards for {processes} training process"
                 f'{"es" if processes > 1 else ""}, so at most {shards // processes} workers have one to read')
 
-    def _take_whole_shards(self) -> None:
+    def _give_each_image_once(self) -> None:
         if self.reader.ds is None:
-            self.reader._lazy_init()  # which shards are whose
-        self.reader.dist_num_replicas = 1
+            self.reader._lazy_init()  # decides which part is whose
+        self.reader.dist_num_replicas = 1  # no others whose number of images to match
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        if self._shards() and not self.reader.is_training:
-            self._take_whole_shards()
+        if not self.reader.is_training:
+            self._give_each_image_once()
         try:
             yield from super().__iter__()
         except (OSError, RuntimeError, SyntaxError) as e:
