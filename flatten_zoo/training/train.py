@@ -38,6 +38,7 @@ from .sync_bn import synchronize_batch_norm
 
 __all__ = ['main']
 
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the command line says.
 
