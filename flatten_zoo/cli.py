@@ -174,6 +174,41 @@ def visualize(parser: argparse.ArgumentParser) -> Command:
     return run
 
 
+def export(parser: argparse.ArgumentParser) -> Command:
+    """Write a model as ONNX or as a program of torch.export, for use without its code.
+
+    The file is read again and compared with the model. Beside it, a JSON file has what its user must know:
+    normalisation, image size, classes or strides and channels, versions.
+    """
+    parser.add_argument('model', metavar='MODEL', help='any model name of timm')
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument('--checkpoint', type=Path, metavar='FILE', help='load the weights of this file')
+    weights.add_argument('--pretrained', action='store_true', help='load the released weights (default: none)')
+    parser.add_argument(
+        '--task', choices=['classification', 'features'], default='classification',
+        help='what comes out: class scores, or the feature maps that backbones give (default: classification)')
+    parser.add_argument('--format', choices=['onnx', 'pt2'], default='onnx', help='of the file (default: onnx)')
+    parser.add_argument(
+        '--img-size', nargs='+', type=int, metavar='N', help="side, or height and width (default: the model's own)")
+    parser.add_argument(
+        '--dynamic', choices=['batch', 'size', 'both'],
+        help='leave open how many images, or how large (default: one image of one size)')
+    parser.add_argument('--half', action='store_true', help='weights, images and outputs in float16')
+    parser.add_argument('--force', action='store_true', help='overwrite files that are there')
+    parser.add_argument('-o', '--output', type=Path, required=True, metavar='FILE', help='OUT.onnx or OUT.pt2')
+
+    def run(args: argparse.Namespace) -> None:
+        from .export import build, check_output, export, two_sides
+        check_output(args.output, args.format, args.force)
+        size = two_sides(args.img_size)
+        model, weights = build(args.model, size, args.dynamic in ('size', 'both'), args.pretrained, args.checkpoint)
+        difference = export(
+            model, args.output, args.task, args.format, size, args.dynamic, args.half, args.force, weights)
+        print(f'{args.output}: differs from the model by {difference:.1e} of the largest output, at most')
+
+    return run
+
+
 def run(parser: argparse.ArgumentParser) -> Command:
     """Run another script, such as timm's own train.py, with the zoo's models registered.
 
@@ -196,6 +231,7 @@ COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Command]] = {
     'list': list_models,
     'info': info,
     'visualize': visualize,
+    'export': export,
     'run': run,
 }
 
