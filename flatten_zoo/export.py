@@ -164,8 +164,9 @@ def feature_network(model: nn.Module) -> nn.Module:
     architecture = model.pretrained_cfg['architecture']
     try:
         with torch.device('meta'):
-            chosen = timm.create_model(architecture, features_only=True).feature_info.out_indices
-        return FeatureGetterNet(model, out_indices=chosen)
+            info = timm.create_model(architecture, features_only=True).feature_info
+        from_the_end = [i - len(info.info) for i in info.out_indices]  # the model may be of another depth
+        return FeatureGetterNet(model, out_indices=from_the_end)
     except Exception as e:  # timm has several ways to have no features
         raise UsageError(f"--task features: '{architecture}' gives no feature maps: {first_line(e)}") from e
 
@@ -230,11 +231,16 @@ def _quiet():
 
 def save_onnx(program: torch.export.ExportedProgram, path: Path, names: list[str], dynamic: str | None) -> int:
     """Write a program as ONNX: one file, and one more for weights of 2 GB and more. Returns the opset."""
+    from onnxscript.optimizer import fold_constants, remove_unused_nodes
     axes = {axis: AXES[axis][0] for axis in DYNAMIC[dynamic]} if dynamic else {}
     try:
         with _quiet():
+            # the exporter's own optimizer takes time quadratic in the slices of a network; runtimes have theirs
             converted = torch.onnx.export(
-                program, input_names=['image'], output_names=names, dynamic_shapes=(axes,), verbose=False)
+                program, input_names=['image'], output_names=names, dynamic_shapes=(axes,), verbose=False,
+                optimize=False)
+            fold_constants(converted.model)
+            remove_unused_nodes(converted.model)
     except Exception as e:  # operations that ONNX does not have
         raise UsageError(f'--format onnx: {first_line(e)}; --format pt2 is the other way') from e
     weights = sum(tensor.nbytes for tensor in program.state_dict.values())
