@@ -25,6 +25,7 @@ def complexity(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument(
         '--img-size', nargs='+', type=int, metavar='N',
         help="sides of the image or map (default: the model's own; with --plot also two to four times that)")
+    parser.add_argument('--stages', action='store_true', help='each stage of the models, by itself')
     parser.add_argument('--format', choices=['text', 'csv'], default='text', help='of what is printed (default: text)')
     parser.add_argument('--plot', type=Path, metavar='FILE', help='draw cost against resolution')
     parser.add_argument(
@@ -36,13 +37,14 @@ def complexity(parser: argparse.ArgumentParser) -> Command:
         from .paper_tables import PAPER_TABLES
         if bool(args.names) == bool(args.table):
             raise UsageError('name models or operators to compare, or a paper table with --table')
-        if args.table and (args.plot or args.img_size):
-            raise UsageError('--table has the sizes of its paper and is not drawn: leave out --img-size and --plot')
+        if args.table and (args.plot or args.img_size or args.stages):
+            raise UsageError(
+                '--table has the sizes of its paper and is not drawn: leave out --img-size, --stages and --plot')
         as_table = tables.as_csv if args.format == 'csv' else tables.as_text
         if args.table:
             print(as_table(*PAPER_TABLES[args.table]()))
             return
-        comparisons = comparison.compare_all(args.names, args.img_size, args.plot)
+        comparisons = comparison.compare_all(args.names, args.img_size, args.plot, args.stages)
         print(as_table(*comparison.comparison_table(comparisons, exact=args.format == 'csv')))
         if args.plot:
             comparison.plot(comparisons, args.plot)
