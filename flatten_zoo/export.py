@@ -4,12 +4,13 @@ What is written is read again and compared with the model, at sizes that the exp
 left open. Beside it stands a JSON file with what its user must know.
 """
 import inspect
+import io
 import json
 import logging
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 
@@ -218,11 +219,11 @@ def _timm_model(network: nn.Module) -> nn.Module:
 
 @contextmanager
 def _quiet():
-    """Without the exporters' remarks, which are for the people who work on them."""
+    """Without the exporters' remarks and dumps, which are for the people who work on them."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             warnings.simplefilter('ignore')
             yield
     finally:

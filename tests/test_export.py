@@ -107,14 +107,14 @@ def run_export(*arguments):
 
 def test_command_and_description(tmp_path, capsys):
     path = tmp_path / 'resnet.onnx'
-    arguments = ('test_resnet', '--task', 'features', '--dynamic', 'both', '--img-size', 64, 96, '-o', path)
+    arguments = ('resnet18', '--task', 'features', '--dynamic', 'both', '--img-size', 64, 96, '-o', path)
     assert run_export(*arguments) == 0
     assert capsys.readouterr().out.startswith(f'{path}: differs from the model by ')
     assert sorted(file.name for file in tmp_path.iterdir()) == ['resnet.json', 'resnet.onnx']
     about = json.loads(path.with_suffix('.json').read_text())
-    model = timm.create_model('test_resnet', features_only=True)
-    config = timm.data.resolve_model_data_config(timm.create_model('test_resnet'))
-    assert about['model'].startswith('test_resnet') and about['weights'] == 'untrained'
+    model = timm.create_model('resnet18', features_only=True)
+    config = timm.data.resolve_model_data_config(timm.create_model('resnet18'))
+    assert about['model'].startswith('resnet18') and about['weights'] == 'untrained'
     assert about['task'] == 'features' and about['largest_difference'] < 1e-4
     assert about['input'] == {
         'name': 'image', 'shape': ['batch', 3, 'height', 'width'], 'size': [64, 96], 'dtype': 'float32'}
@@ -136,7 +136,7 @@ def test_command_and_description(tmp_path, capsys):
     assert run_export(*arguments) == 2
     error = capsys.readouterr().err
     assert f"'{path}' is there already" in error and '--force' in error and path.read_bytes() == before
-    assert run_export('test_resnet', '--force', '-o', path) == 0
+    assert run_export('resnet18', '--force', '-o', path) == 0
     about = json.loads(path.with_suffix('.json').read_text())
     assert about['outputs'] == [{'name': 'logits', 'classes': 1000}]
 
