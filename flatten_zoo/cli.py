@@ -200,12 +200,12 @@ def export(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument('-o', '--output', type=Path, required=True, metavar='FILE', help='OUT.onnx or OUT.pt2')
 
     def run(args: argparse.Namespace) -> None:
-        from .export import build, check_output, export, two_sides
+        from .export import build, check_output, export
         check_output(args.output, args.format, args.force)
-        size = two_sides(args.img_size)
-        model, weights = build(args.model, size, args.dynamic in ('size', 'both'), args.pretrained, args.checkpoint)
+        model, weights = build(
+            args.model, args.img_size, args.dynamic in ('size', 'both'), args.pretrained, args.checkpoint)
         difference = export(
-            model, args.output, args.task, args.format, size, args.dynamic, args.half, args.force, weights)
+            model, args.output, args.task, args.format, args.img_size, args.dynamic, args.half, args.force, weights)
         print(f'{args.output}: differs from the model by {difference:.1e} of the largest output, at most')
 
     return run

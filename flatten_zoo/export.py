@@ -22,7 +22,7 @@ from torch import nn
 
 from .errors import UsageError, first_line
 from .files import write_beside
-from .models.build import build_model, check_model_name
+from .models.build import build_model, check_model_name, two_sides
 from .weights import load_model
 
 __all__ = ['DYNAMIC', 'FORMATS', 'TASKS', 'build', 'export']
@@ -48,7 +48,7 @@ def build(
 
     Args:
         name: Any model name of timm.
-        img_size: Height and width of the images, for models that are made for one size; their own if None.
+        img_size: Side, or height and width, of the images; matters to models that are made for one size.
         dynamic_size: Of models that are made for one size, make one that takes others.
         pretrained: Load timm's weights for it.
         checkpoint: Load this file's weights: the averaged ones where there are any.
@@ -62,7 +62,7 @@ def build(
     cfg = timm.get_pretrained_cfg(name)
     fixed = cfg and cfg.fixed_input_size
     kwargs = {'dynamic_img_size': True} if fixed and dynamic_size else {}
-    size = {'img_size': tuple(img_size)} if fixed and img_size else {}
+    size = {'img_size': two_sides(img_size)} if fixed and img_size else {}
     if checkpoint:
         model = load_model(checkpoint, name, use_ema=None, model_kwargs=kwargs, zoo_only=False, **size)
         return model.eval(), checkpoint.name
@@ -95,7 +95,7 @@ def export(
         output: File to write, which ends in `.onnx` or `.pt2`; the description's name ends in `.json` instead.
         task: 'classification', or 'features' for the maps that timm's `features_only=True` gives.
         format: 'onnx', or 'pt2' for a program of `torch.export`.
-        img_size: Height and width of the images; the model's own if None.
+        img_size: Side, or height and width, of the images; the model's own if None.
         dynamic: One of `DYNAMIC`: what the file leaves open; None for nothing, with one image at a time.
         half: Weights, images and outputs in float16.
         force: Overwrite files.
@@ -110,7 +110,7 @@ def export(
     description = output.with_suffix('.json')
     check_output(output, format, force)
     config = resolve_model_data_config(model)
-    shape = (1, config['input_size'][0], *(img_size or config['input_size'][1:]))
+    shape = (1, config['input_size'][0], *(two_sides(img_size) if img_size else config['input_size'][1:]))
     dtype = torch.float16 if half else torch.float32
     network = (feature_network(model) if task == 'features' else model).to(dtype)
     names = output_names(network)
@@ -130,15 +130,6 @@ def export(
         if external_data(temporary).is_file():
             os.replace(external_data(temporary), external_data(output))
     return difference
-
-
-def two_sides(img_size: Sequence[int] | None) -> tuple[int, int] | None:
-    """Height and width, from one number or two."""
-    if img_size is None:
-        return None
-    if len(img_size) > 2 or min(img_size) < 1:
-        raise UsageError(f'--img-size must be one or two positive numbers, got {" ".join(map(str, img_size))}')
-    return img_size[0], img_size[-1]
 
 
 def check_output(output: Path, format: str, force: bool) -> None:
