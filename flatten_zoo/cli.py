@@ -25,6 +25,7 @@ def complexity(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument(
         '--img-size', nargs='+', type=int, metavar='N',
         help="sides of the image or map (default: the model's own; with --plot also two to four times that)")
+    parser.add_argument('--stages', action='store_true', help='each stage of the models, by itself')
     parser.add_argument('--format', choices=['text', 'csv'], default='text', help='of what is printed (default: text)')
     parser.add_argument('--plot', type=Path, metavar='FILE', help='draw cost against resolution')
     parser.add_argument(
@@ -36,13 +37,14 @@ def complexity(parser: argparse.ArgumentParser) -> Command:
         from .paper_tables import PAPER_TABLES
         if bool(args.names) == bool(args.table):
             raise UsageError('name models or operators to compare, or a paper table with --table')
-        if args.table and (args.plot or args.img_size):
-            raise UsageError('--table has the sizes of its paper and is not drawn: leave out --img-size and --plot')
+        if args.table and (args.plot or args.img_size or args.stages):
+            raise UsageError(
+                '--table has the sizes of its paper and is not drawn: leave out --img-size, --stages and --plot')
         as_table = tables.as_csv if args.format == 'csv' else tables.as_text
         if args.table:
             print(as_table(*PAPER_TABLES[args.table]()))
             return
-        comparisons = comparison.compare_all(args.names, args.img_size, args.plot)
+        comparisons = comparison.compare_all(args.names, args.img_size, args.plot, args.stages)
         print(as_table(*comparison.comparison_table(comparisons, exact=args.format == 'csv')))
         if args.plot:
             comparison.plot(comparisons, args.plot)
@@ -174,6 +176,41 @@ def visualize(parser: argparse.ArgumentParser) -> Command:
     return run
 
 
+def export(parser: argparse.ArgumentParser) -> Command:
+    """Write a model as ONNX or as a program of torch.export, for use without its code.
+
+    The file is read again and compared with the model. Beside it, a JSON file has what its user must know:
+    normalisation, image size, classes or strides and channels, versions.
+    """
+    parser.add_argument('model', metavar='MODEL', help='any model name of timm')
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument('--checkpoint', type=Path, metavar='FILE', help='load the weights of this file')
+    weights.add_argument('--pretrained', action='store_true', help='load the released weights (default: none)')
+    parser.add_argument(
+        '--task', choices=['classification', 'features'], default='classification',
+        help='what comes out: class scores, or the feature maps that backbones give (default: classification)')
+    parser.add_argument('--format', choices=['onnx', 'pt2'], default='onnx', help='of the file (default: onnx)')
+    parser.add_argument(
+        '--img-size', nargs='+', type=int, metavar='N', help="side, or height and width (default: the model's own)")
+    parser.add_argument(
+        '--dynamic', choices=['batch', 'size', 'both'],
+        help='leave open how many images, or how large (default: one image of one size)')
+    parser.add_argument('--half', action='store_true', help='weights, images and outputs in float16')
+    parser.add_argument('--force', action='store_true', help='overwrite files that are there')
+    parser.add_argument('-o', '--output', type=Path, required=True, metavar='FILE', help='OUT.onnx or OUT.pt2')
+
+    def run(args: argparse.Namespace) -> None:
+        from .export import build, check_output, export
+        check_output(args.output, args.format, args.force)
+        model, weights = build(
+            args.model, args.img_size, args.dynamic in ('size', 'both'), args.pretrained, args.checkpoint)
+        difference = export(
+            model, args.output, args.task, args.format, args.img_size, args.dynamic, args.half, args.force, weights)
+        print(f'{args.output}: differs from the model by {difference:.1e} of the largest output, at most')
+
+    return run
+
+
 def run(parser: argparse.ArgumentParser) -> Command:
     """Run another script, such as timm's own train.py, with the zoo's models registered.
 
@@ -196,6 +233,7 @@ COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Command]] = {
     'list': list_models,
     'info': info,
     'visualize': visualize,
+    'export': export,
     'run': run,
 }
 

@@ -15,7 +15,9 @@ from .models.attention_resnet import OPERATORS
 from .models.build import build_model, check_model_name
 from .tables import Table
 
-__all__ = ['OPERATORS', 'Comparison', 'compare', 'compare_all', 'comparison_table', 'default_size', 'plot']
+__all__ = [
+    'OPERATORS', 'Comparison', 'compare', 'compare_all', 'compare_stages', 'comparison_table', 'default_size', 'plot',
+]
 
 OPERATOR_DIM = 256  # channels at which operators are compared: those of a feature pyramid
 OPERATOR_SIZE = 32  # default side of their map
@@ -55,22 +57,31 @@ def default_size(name: str) -> int:
     return cfg.input_size[-1] if cfg else 224
 
 
-def compare_all(names: list[str], sizes: list[int] | None = None, picture: Path | None = None) -> list[Comparison]:
+def compare_all(
+        names: list[str],
+        sizes: list[int] | None = None,
+        picture: Path | None = None,
+        stages: bool = False,
+) -> list[Comparison]:
     """Compares several operators and models, each at several sizes, on the GPU if there is one.
 
     Args:
         names: Operators (`OPERATORS`) and model names.
         sizes: Sides of the square maps or images; `default_size` if None, and up to four times it for a picture.
         picture: Where the comparison is to be drawn, checked before anything is measured.
+        stages: Compare each stage of the models, not the whole of them.
 
     Raises:
-        UsageError: As in `compare` and `plot`.
+        UsageError: As in `compare`, `compare_stages` and `plot`.
     """
     if picture:
         check_picture_path(picture)
     device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
     multiples = (1, 2, 3, 4) if picture else (1,)
     todo = [(name, size) for name in names for size in sizes or [m * default_size(name) for m in multiples]]
+    if stages:
+        todo = tqdm(todo, leave=False, disable=None)
+        return [row for name, size in todo for row in compare_stages(name, size, device)]
     return [compare(name, size, device) for name, size in tqdm(todo, leave=False, disable=None)]
 
 
@@ -113,6 +124,50 @@ def compare(name: str, size: int, device: torch.device) -> Comparison:
     Raises:
         UsageError: The name is unknown, it cannot have that size, or it would not fit in the free memory.
     """
+    module, shape, counted = _count_affordable(name, size, device)
+    closed = closed_form(module, shape[2:]) if name in OPERATORS else None
+    module, _ = _build(name, size, device)
+    measured = replace(counted, peak_memory=peak_memory(module, torch.randn(shape, device=device)))
+    return Comparison(name, size, measured, closed)
+
+
+def compare_stages(name: str, size: int, device: torch.device) -> list[Comparison]:
+    """Counts and measures every stage of a model: the modules that its feature maps come from, each by itself.
+
+    Args:
+        name: Any model name of timm.
+        size: Side of the square image.
+        device: Where the memory is measured.
+
+    Raises:
+        UsageError: As in `compare`, or there are no stages.
+    """
+    if name in OPERATORS or not hasattr(_build(name, size, 'meta')[0], 'feature_info'):
+        raise UsageError(f"--stages: '{name}' has no stages")
+    module, shape, _ = _count_affordable(name, size, device)
+    real, _ = _build(name, size, device)
+    inputs = {}
+    hooks = [
+        module.get_submodule(info['module']).register_forward_pre_hook(
+            lambda _, args, stage=info['module']: inputs.update({stage: args[0].shape}))
+        for info in module.feature_info]
+    module(torch.empty(shape, device='meta'))
+    for hook in hooks:
+        hook.remove()
+    rows = []
+    for stage, stage_shape in inputs.items():
+        counted = count(module.get_submodule(stage), stage_shape)
+        peak = peak_memory(real.get_submodule(stage), torch.randn(stage_shape, device=device))
+        rows.append(Comparison(f'{name} {stage}', size, replace(counted, peak_memory=peak), None))
+    return rows
+
+
+def _count_affordable(
+        name: str,
+        size: int,
+        device: torch.device,
+) -> tuple[nn.Module, tuple[int, ...], Measurement]:
+    """An operator or model on the meta device, the shape of its input and its cost, if there is memory for it."""
     try:
         module, shape = _build(name, size, 'meta')
         counted = count(module, shape)
@@ -125,10 +180,7 @@ def compare(name: str, size: int, device: torch.device) -> Comparison:
         raise UsageError(
             f"'{name}' at size {size} needs {counted.peak_memory / 1e9:.1f} GB of memory by its equations, and "
             f'{available / 1e9:.1f} GB are free ({device.type}): choose smaller sizes with --img-size')
-    closed = closed_form(module, shape[2:]) if name in OPERATORS else None
-    module, _ = _build(name, size, device)
-    measured = replace(counted, peak_memory=peak_memory(module, torch.randn(shape, device=device)))
-    return Comparison(name, size, measured, closed)
+    return module, shape, counted
 
 
 def _build(name: str, size: int, device: str | torch.device) -> tuple[nn.Module, tuple[int, ...]]:

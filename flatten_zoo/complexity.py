@@ -201,7 +201,7 @@ def count(module: nn.Module, shape: tuple[int, ...]) -> Measurement:
     Returns:
         The counts; attention appears as its equations have it, fused kernels need less memory.
     """
-    x = torch.empty(shape, device='meta', dtype=next(module.parameters()).dtype)
+    x = torch.empty(shape, device='meta', dtype=next((p.dtype for p in module.parameters()), None))
     tracker, counter = _Tracker(_own_tensors(module, x)), FlopCounterMode(display=False)
     with counter, tracker:
         module(x)

@@ -33,6 +33,8 @@ class PatchEmbed(timm.layers.PatchEmbed):
             _assert(H == self.img_size[0], f'Input height ({H}) is not the model\'s ({self.img_size[0]}); {way_out}.')
             _assert(W == self.img_size[1], f'Input width ({W}) is not the model\'s ({self.img_size[1]}); {way_out}.')
         else:
-            x = F.pad(x, (0, -W % self.patch_size[1], 0, -H % self.patch_size[0]))
+            # enough for any size, as the convolution leaves out what is short of a patch; an amount computed from H
+            # and W would make their expressions in an exported graph grow from stage to stage
+            x = F.pad(x, (0, self.patch_size[1] - 1, 0, self.patch_size[0] - 1))
         x = self.norm(self.proj(x).permute(0, 2, 3, 1))
         return x.flatten(1, 2) if self.flatten else x

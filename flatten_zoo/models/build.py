@@ -1,11 +1,13 @@
 """Building a model by the name that a person typed, for commands."""
+from collections.abc import Sequence
+
 import timm
 from timm.models import get_arch_pretrained_cfgs, parse_model_name, split_model_name_tag
 from torch import nn
 
 from ..errors import UsageError, unknown_name
 
-__all__ = ['build_model', 'check_model_name']
+__all__ = ['build_model', 'check_model_name', 'two_sides']
 
 
 def check_model_name(name: str) -> None:
@@ -38,3 +40,14 @@ def build_model(name: str, **kwargs) -> nn.Module:
         return timm.create_model(name, **kwargs)
     except TypeError as e:  # what Python says of an unknown argument
         raise UsageError(f"model '{name}': {e}") from e
+
+
+def two_sides(img_size: Sequence[int]) -> tuple[int, int]:
+    """Height and width, from one number or two.
+
+    Raises:
+        UsageError: There are more, or they are not positive.
+    """
+    if len(img_size) > 2 or min(img_size) < 1:
+        raise UsageError(f'--img-size must be one or two positive numbers, got {" ".join(map(str, img_size))}')
+    return img_size[0], img_size[-1]

@@ -47,12 +47,13 @@ class ConvEmbed(nn.Module):
     def __init__(self, in_chans: int, dim: int, kernel_size: int, stride: int, device=None, dtype=None):
         super().__init__()
         dd = {'device': device, 'dtype': dtype}
-        self.stride = stride
-        self.proj = nn.Conv2d(in_chans, dim, kernel_size, stride=stride, padding=(kernel_size - stride + 1) // 2, **dd)
+        padding = (kernel_size - stride + 1) // 2
+        self.extra_padding = kernel_size - 1 - 2 * padding  # on the right and bottom, for ⌈size / stride⌉ positions
+        self.proj = nn.Conv2d(in_chans, dim, kernel_size, stride=stride, padding=padding, **dd)
         self.norm = nn.LayerNorm(dim, **dd)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.pad(x, (0, -x.shape[-1] % self.stride, 0, -x.shape[-2] % self.stride))
+        x = F.pad(x, (0, self.extra_padding, 0, self.extra_padding))
         return self.norm(self.proj(x).permute(0, 2, 3, 1))
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import UsageError, first_line
 from ..figures import check_arrays_path, check_picture_path, save_arrays, save_figure
-from ..models.build import build_model, check_model_name
+from ..models.build import build_model, check_model_name, two_sides
 from ..weights import read_checkpoint, select_state_dict
 from .drawing import draw
 from .reading import DEFAULT_POINTS, EnergyMaps, GlobalMaps, QueryMaps, attention_layers, read_attention, read_energy
@@ -94,7 +94,7 @@ def build(
         raise UsageError('choose one of --pretrained and --checkpoint')
     check_model_name(name)
     cfg = get_pretrained_cfg(name)
-    kwargs = {'img_size': _two_sides(img_size)} if img_size and cfg and cfg.fixed_input_size else {}
+    kwargs = {'img_size': two_sides(img_size)} if img_size and cfg and cfg.fixed_input_size else {}
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -156,16 +156,10 @@ def load_picture(
         raise UsageError(f"cannot read '{path}' as a picture: {first_line(e)}") from e
     config = resolve_model_data_config(model)
     if img_size:
-        config['input_size'] = (3, *_two_sides(img_size))
+        config['input_size'] = (3, *two_sides(img_size))
     image = create_transform(**{**config, 'crop_pct': 1., 'crop_mode': 'squash'})(picture)
     mean, std = (torch.tensor(config[key]) for key in ('mean', 'std'))
     return image[None], (image.permute(1, 2, 0) * std + mean).clamp(0, 1)
-
-
-def _two_sides(img_size: Sequence[int]) -> tuple[int, int]:
-    if len(img_size) > 2 or min(img_size) < 1:
-        raise UsageError(f'--img-size must be one or two positive numbers, got {" ".join(map(str, img_size))}')
-    return img_size[0], img_size[-1]
 
 
 def _as_arrays(maps: QueryMaps | GlobalMaps | EnergyMaps) -> dict[str, np.ndarray]:

@@ -28,8 +28,10 @@ HUB_FILES = ('README.md', 'config.json', 'model.safetensors')
 def load_model(
         source: str | Path,
         model_name: str | None = None,
-        use_ema: bool = False,
+        use_ema: bool | None = False,
         model_kwargs: dict | None = None,
+        img_size: tuple[int, int] | None = None,
+        zoo_only: bool = True,
 ) -> nn.Module:
     """The model of a checkpoint, with its weights.
 
@@ -38,8 +40,11 @@ def load_model(
     Args:
         source: Official checkpoint, `train.py` checkpoint, or file in timm's style.
         model_name: Name of the model, with tag if these are the released weights; None if the checkpoint says which.
-        use_ema: Take the averaged weights.
+        use_ema: Take the averaged weights; None for those where there are any.
         model_kwargs: More arguments of the model, over those recorded.
+        img_size: Image size that the position tensors are brought to, for models that are made for one size; that of
+            the checkpoint if None.
+        zoo_only: Refuse timm's own models.
 
     Raises:
         UsageError: The checkpoint can't be read, doesn't say its model, or is of another model.
@@ -52,7 +57,7 @@ def load_model(
     if not isinstance(model_name, str):
         raise UsageError(f"'{source}' does not say which model it is of; name it with --model")
     check_model_name(model_name)
-    if ':' not in model_name and split_model_name_tag(model_name)[0] not in zoo_models():
+    if zoo_only and ':' not in model_name and split_model_name_tag(model_name)[0] not in zoo_models():
         raise UsageError(f"'{model_name}' is no model of the zoo but of timm's own; see `flatten-zoo list`")
     options = checkpoint.get('args')
     options = vars(options) if isinstance(options, argparse.Namespace) else options if isinstance(options, dict) else {}
@@ -69,7 +74,14 @@ def load_model(
     except (TypeError, ValueError, RuntimeError, AssertionError) as e:
         raise UsageError(f"cannot build '{model_name}' for '{source}': {first_line(e)}") from e
     model.load_state_dict(from_official(state_dict, model))
-    return model
+    if img_size is None:
+        return model
+    try:
+        resized = timm.create_model(**{**arguments, 'img_size': img_size})
+    except (AssertionError, TypeError, ValueError) as e:
+        raise UsageError(f"cannot build '{model_name}' for images of {img_size}: {first_line(e)}") from e
+    resized.load_state_dict(family_of(model).checkpoint_filter_fn(model.state_dict(), resized))
+    return resized
 
 
 def _counts(state_dict: dict[str, torch.Tensor], model: nn.Module) -> dict[str, int]:

@@ -1,0 +1,339 @@
+"""Models as files that run without their code: ONNX, and programs of `torch.export`.
+
+What is written is read again and compared with the model, at sizes that the export has not seen too where sizes are
+left open. Beside it stands a JSON file with what its user must know.
+"""
+import inspect
+import io
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from importlib.metadata import version
+from pathlib import Path
+
+import timm
+import torch
+from timm.data import resolve_model_data_config
+from timm.models._features import FeatureGetterNet
+from torch import nn
+
+from .errors import UsageError, first_line
+from .files import write_beside
+from .models.build import build_model, check_model_name, two_sides
+from .weights import load_model
+
+__all__ = ['DYNAMIC', 'FORMATS', 'TASKS', 'build', 'export']
+
+TASKS = ('classification', 'features')
+FORMATS = ('onnx', 'pt2')
+DYNAMIC = {'batch': (0,), 'size': (2, 3), 'both': (0, 2, 3)}  # the axes of the images that are left open
+AXES = {0: ('batch', 1), 2: ('height', 32), 3: ('width', 32)}  # of images: name, and the least that a program takes
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2}  # of the largest difference, relative to the largest output
+ONE_FILE = 2 ** 31 - 2 ** 24  # bytes of weights that fit into an ONNX file, which ends at 2 GiB, with their graph
+
+Run = Callable[[torch.Tensor], list[torch.Tensor]]
+
+
+def build(
+        name: str,
+        img_size: Sequence[int] | None = None,
+        dynamic_size: bool = False,
+        pretrained: bool = False,
+        checkpoint: Path | None = None,
+) -> tuple[nn.Module, str]:
+    """A model to export, in inference mode, and where its weights come from.
+
+    Args:
+        name: Any model name of timm.
+        img_size: Side, or height and width, of the images; matters to models that are made for one size.
+        dynamic_size: Of models that are made for one size, make one that takes others.
+        pretrained: Load timm's weights for it.
+        checkpoint: Load this file's weights: the averaged ones where there are any.
+
+    Raises:
+        UsageError: There is no such model, it does not take that size, or the weights can't be had.
+    """
+    if pretrained and checkpoint:
+        raise UsageError('choose one of --pretrained and --checkpoint')
+    check_model_name(name)
+    cfg = timm.get_pretrained_cfg(name)
+    fixed = cfg and cfg.fixed_input_size
+    kwargs = {'dynamic_img_size': True} if fixed and dynamic_size else {}
+    size = {'img_size': two_sides(img_size)} if fixed and img_size else {}
+    if checkpoint:
+        model = load_model(checkpoint, name, use_ema=None, model_kwargs=kwargs, zoo_only=False, **size)
+        return model.eval(), checkpoint.name
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # random weights, but always the same
+            model = build_model(name, pretrained=pretrained, **kwargs, **size)
+        return model.eval(), 'pretrained' if pretrained else 'untrained'
+    except UsageError:
+        raise
+    except Exception as e:  # sizes that do not fit, no weights, no network
+        raise UsageError(f"cannot build '{name}': {first_line(e)}") from e
+
+
+def export(
+        model: nn.Module,
+        output: Path,
+        task: str = 'classification',
+        format: str = 'onnx',
+        img_size: Sequence[int] | None = None,
+        dynamic: str | None = None,
+        half: bool = False,
+        force: bool = False,
+        weights: str = '',
+) -> float:
+    """Write a model and its description, after the file has been compared with the model.
+
+    Args:
+        model: A model of timm on the CPU, in inference mode. It is used up: it may lose its head and become half.
+        output: File to write, which ends in `.onnx` or `.pt2`; the description's name ends in `.json` instead.
+        task: 'classification', or 'features' for the maps that timm's `features_only=True` gives.
+        format: 'onnx', or 'pt2' for a program of `torch.export`.
+        img_size: Side, or height and width, of the images; the model's own if None.
+        dynamic: One of `DYNAMIC`: what the file leaves open; None for nothing, with one image at a time.
+        half: Weights, images and outputs in float16.
+        force: Overwrite files.
+        weights: Where the model's weights come from, for the description.
+
+    Returns:
+        The largest difference between outputs of the file and of the model, relative to the model's largest output.
+
+    Raises:
+        UsageError: Something is in the way, the model can't be exported like that, or the difference is too large.
+    """
+    description = output.with_suffix('.json')
+    check_output(output, format, force)
+    config = resolve_model_data_config(model)
+    shape = (1, config['input_size'][0], *(two_sides(img_size) if img_size else config['input_size'][1:]))
+    dtype = torch.float16 if half else torch.float32
+    network = (feature_network(model) if task == 'features' else model).to(dtype)
+    names = output_names(network)
+    program = trace(network, torch.zeros(shape, dtype=dtype), dynamic)
+    with write_beside(description) as temporary_description, write_beside(output) as temporary:
+        if format == 'onnx':
+            opset = save_onnx(program, temporary, names, dynamic)
+            run = load_onnx(temporary)
+        else:
+            opset = None
+            torch.export.save(program, temporary)
+            run = load_program(temporary)
+        difference = compare(run, network, check_shapes(shape, dynamic), dtype)
+        about = describe(network, config, shape, dynamic, dtype, names, opset)
+        about |= {'weights': weights, 'largest_difference': difference}
+        temporary_description.write_text(json.dumps(about, indent=2) + '\n')
+        if external_data(temporary).is_file():
+            os.replace(external_data(temporary), external_data(output))
+    return difference
+
+
+def check_output(output: Path, format: str, force: bool) -> None:
+    """Raise a `UsageError` unless files of that format can be written there."""
+    if output.suffix != f'.{format}':
+        raise UsageError(f"-o '{output}': the name of a file of --format {format} ends in .{format}")
+    for path in (output, output.with_suffix('.json')):
+        if path.exists() and not force:
+            raise UsageError(f"'{path}' is there already: choose another name, or --force to overwrite it")
+    if format == 'onnx':
+        try:
+            import onnxruntime  # noqa: F401
+            import onnxscript  # noqa: F401
+        except ImportError as e:
+            raise UsageError(f"--format onnx: {first_line(e)}; pip install 'flatten_zoo[export]'") from e
+
+
+def feature_network(model: nn.Module) -> nn.Module:
+    """A model's feature maps, those that `features_only=True` chooses, as a network.
+
+    Raises:
+        UsageError: The model gives no feature maps.
+    """
+    architecture = model.pretrained_cfg['architecture']
+    try:
+        with torch.device('meta'):
+            info = timm.create_model(architecture, features_only=True).feature_info
+        from_the_end = [i - len(info.info) for i in info.out_indices]  # the model may be of another depth
+        return FeatureGetterNet(model, out_indices=from_the_end)
+    except Exception as e:  # timm has several ways to have no features
+        raise UsageError(f"--task features: '{architecture}' gives no feature maps: {first_line(e)}") from e
+
+
+def output_names(network: nn.Module) -> list[str]:
+    """Names of a network's outputs."""
+    if isinstance(network, FeatureGetterNet):
+        return [f'feature_{i}' for i, _ in enumerate(network.feature_info.channels(), start=1)]
+    return ['logits' if network.num_classes else 'embedding']
+
+
+def trace(network: nn.Module, image: torch.Tensor, dynamic: str | None) -> torch.export.ExportedProgram:
+    """The network as a graph that holds for every size left open: torch refuses rather than assume a size.
+
+    Args:
+        network: The network.
+        image: An image of its size.
+        dynamic: As in `export`.
+
+    Raises:
+        UsageError: The network can't be exported like that.
+    """
+    shapes = None
+    if dynamic:
+        try:
+            from torch.fx.experimental.dynamic_spec import ParamsSpec, ShapesSpec, ShapeVar, TensorSpec
+        except ImportError as e:
+            raise UsageError("--dynamic needs torch 2.14 or later; pip install 'flatten_zoo[export]'") from e
+        sides = [
+            ShapeVar(AXES[axis][0], min=AXES[axis][1]) if axis in DYNAMIC[dynamic] else side
+            for axis, side in enumerate(image.shape)]
+        parameter = next(iter(inspect.signature(network.forward).parameters))
+        shapes = ShapesSpec(params=ParamsSpec({parameter: TensorSpec(sides)}))
+    try:
+        with _quiet():
+            return torch.export.export(network, (image,), dynamic_shapes=shapes)
+    except Exception as e:
+        name = _timm_model(network).pretrained_cfg['architecture']
+        if dynamic in ('size', 'both'):
+            raise UsageError(
+                f"--dynamic {dynamic}: the graph of '{name}' depends on the image size; export it for one size, "
+                f'with --img-size and at most --dynamic batch') from e
+        raise UsageError(f"cannot export '{name}' at {image.shape[2]} × {image.shape[3]}: {first_line(e)}") from e
+
+
+def _timm_model(network: nn.Module) -> nn.Module:
+    return network.model if isinstance(network, FeatureGetterNet) else network
+
+
+@contextmanager
+def _quiet():
+    """Without the exporters' remarks and dumps, which are for the people who work on them."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.simplefilter('ignore')
+            yield
+    finally:
+        logging.disable(before)
+
+
+def save_onnx(program: torch.export.ExportedProgram, path: Path, names: list[str], dynamic: str | None) -> int:
+    """Write a program as ONNX: one file, and one more for weights of 2 GB and more. Returns the opset."""
+    from onnxscript.optimizer import fold_constants, remove_unused_nodes
+    axes = {axis: AXES[axis][0] for axis in DYNAMIC[dynamic]} if dynamic else {}
+    try:
+        with _quiet():
+            # the exporter's own optimizer takes time quadratic in the slices of a network; runtimes have theirs
+            converted = torch.onnx.export(
+                program, input_names=['image'], output_names=names, dynamic_shapes=(axes,), verbose=False,
+                optimize=False)
+            fold_constants(converted.model)
+            remove_unused_nodes(converted.model)
+    except Exception as e:  # operations that ONNX does not have
+        raise UsageError(f'--format onnx: {first_line(e)}; --format pt2 is the other way') from e
+    weights = sum(tensor.nbytes for tensor in program.state_dict.values())
+    converted.save(path, external_data=weights > ONE_FILE)
+    return converted.model.opset_imports['']
+
+
+def external_data(path: Path) -> Path:
+    """The file beside an ONNX file that has the weights, if they are many."""
+    return path.with_name(f'{path.name}.data')
+
+
+def load_onnx(path: Path) -> Run:
+    """An ONNX file in onnxruntime, on the CPU."""
+    import onnxruntime
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(path, options, providers=['CPUExecutionProvider'])
+    return lambda image: [torch.from_numpy(y) for y in session.run(None, {'image': image.numpy()})]
+
+
+def load_program(path: Path) -> Run:
+    """A program of `torch.export`."""
+    module = torch.export.load(path).module()
+    return lambda image: _as_list(module(image))
+
+
+def _as_list(outputs: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+
+
+def check_shapes(shape: tuple[int, ...], dynamic: str | None) -> list[tuple[int, ...]]:
+    """Shapes of images to compare at: that of the export, and for axes left open others, larger, smaller and odd."""
+    batch, channels, height, width = shape
+    batches = [batch, 3] if dynamic in ('batch', 'both') else [batch]
+    sizes = [(height, width)]
+    if dynamic in ('size', 'both'):
+        sizes += [(height + 21, width + 6), (max(height // 2 | 1, 33), max(width // 3, 32))]
+    return [(b, channels, *size) for b in batches for size in sizes]
+
+
+@torch.no_grad()
+def compare(run: Run, network: nn.Module, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> float:
+    """The largest difference of outputs on random images, relative to the largest output of the network.
+
+    Raises:
+        UsageError: It is above `TOLERANCE`, or the file does not run.
+    """
+    generator = torch.Generator().manual_seed(0)
+    worst = 0.
+    for shape in shapes:
+        image = torch.randn(shape, generator=generator).to(dtype)
+        expected = _as_list(network(image))
+        try:
+            actual = run(image)
+        except Exception as e:  # what runtimes raise is theirs
+            raise UsageError(f'the file does not run on images of shape {shape}: {first_line(e)}') from e
+        for a, b in zip(actual, expected, strict=True):
+            scale = b.float().abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+            difference = ((a.float() - b.float()).abs().max() / scale).item()
+            if not difference <= TOLERANCE[dtype]:  # also if it is not a number
+                raise UsageError(
+                    f'the file differs from the model by {difference:.1e} of the largest output, on images of shape '
+                    f'{shape}; at most {TOLERANCE[dtype]:.0e} is right, so nothing is written')
+            worst = max(worst, difference)
+    return worst
+
+
+def describe(
+        network: nn.Module,
+        config: dict,
+        shape: tuple[int, ...],
+        dynamic: str | None,
+        dtype: torch.dtype,
+        names: list[str],
+        opset: int | None,
+) -> dict:
+    """What the user of a file must know, as plain values."""
+    model = _timm_model(network)
+    cfg = model.pretrained_cfg
+    open_axes = DYNAMIC[dynamic] if dynamic else ()
+    outputs = [{'name': name} for name in names]
+    if network is not model:
+        for output, channels, stride in zip(
+                outputs, network.feature_info.channels(), network.feature_info.reduction(), strict=True):
+            output |= {'channels': channels, 'stride': stride}
+    else:
+        outputs[0]['classes' if model.num_classes else 'channels'] = model.num_classes or model.num_features
+    packages = ['torch', 'timm', 'flatten_zoo'] + (['onnx', 'onnxscript', 'onnxruntime'] if opset else [])
+    return {
+        'model': f'{cfg["architecture"]}.{cfg["tag"]}' if cfg.get('tag') else cfg['architecture'],
+        'task': 'classification' if network is model else 'features',
+        'input': {
+            'name': 'image',
+            'shape': [AXES[axis][0] if axis in open_axes else side for axis, side in enumerate(shape)],
+            'size': list(shape[2:]),
+            'dtype': str(dtype).removeprefix('torch.'),
+        },
+        'outputs': outputs,
+        'preprocessing': {key: config[key] for key in ('mean', 'std', 'interpolation', 'crop_pct', 'crop_mode')},
+        **({'opset': opset} if opset else {}),
+        'versions': {package: version(package) for package in packages},
+    }

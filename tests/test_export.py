@@ -1,0 +1,234 @@
+"""Exported files: outputs as of the model, also at sizes that the export has not seen, and what is beside them."""
+import json
+import sys
+
+import onnx
+import pytest
+import timm
+import torch
+
+from flatten_zoo import export as export_module
+from flatten_zoo.cli import main
+from flatten_zoo.errors import UsageError
+from flatten_zoo.export import build, check_shapes, export, feature_network, load_onnx, load_program
+from flatten_zoo.weights import zoo_models
+
+from .test_attention_resnet import seeded
+from .test_flatten_models import FIXED_SIZE, SMALL, create_small
+
+RESNETS = ('ea_resnet50', 'issa_resnet50', 'nl_resnet50')
+LOAD = {'onnx': load_onnx, 'pt2': load_program}
+UNSEEN = [(1, 33, 47), (2, 64, 64), (3, 70, 101)]  # batch, height, width
+
+
+def small(name, **kwargs):
+    """A small model of a family, all of whose parts are at work."""
+    if name in RESNETS:
+        return seeded(name, zero_init_last=False, **kwargs)
+    return create_small(name, **kwargs)
+
+
+def outputs(network, x):
+    y = network(x)
+    return [y] if isinstance(y, torch.Tensor) else list(y)
+
+
+@torch.no_grad()
+def assert_same(path, network, shapes, tolerance=1e-4):
+    run = LOAD[path.suffix[1:]](path)
+    for batch, height, width in shapes:
+        x = torch.randn(batch, 3, height, width)
+        for actual, expected in zip(run(x), outputs(network, x), strict=True):
+            assert actual.shape == expected.shape
+            assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize('name', [*SMALL, *RESNETS])
+@pytest.mark.parametrize(('task', 'format'), [('features', 'onnx'), ('classification', 'pt2')])
+def test_one_file_for_many_batches(name, task, format, tmp_path):
+    model = small(name)
+    path = tmp_path / f'model.{format}'
+    assert export(model, path, task, format, (64, 64), 'batch') < 1e-4
+    network = feature_network(model) if task == 'features' else model
+    assert_same(path, network, [(batch, 64, 64) for batch in (1, 2, 5)])
+
+
+@pytest.mark.parametrize(('name', 'task', 'format'), [
+    ('flatten_pvt_t', 'features', 'onnx'), ('issa_resnet50', 'features', 'pt2'),
+    *[pytest.param(name, task, format, marks=pytest.mark.slow)
+      for name in (*SMALL, *RESNETS) if name != 'flatten_swin_t'  # its windows fix the size
+      for task, format in (('classification', 'onnx'), ('features', 'pt2'), ('features', 'onnx'))],
+])
+def test_one_file_for_many_sizes(name, task, format, tmp_path):
+    model = small(name, **({'dynamic_img_size': True} if name in FIXED_SIZE else {}))
+    path = tmp_path / f'model.{format}'
+    assert export(model, path, task, format, (50, 76), 'both') < 1e-4
+    assert_same(path, feature_network(model) if task == 'features' else model, UNSEEN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('task', ['classification', 'features'])
+@pytest.mark.parametrize('name', zoo_models())
+def test_every_model_exports(name, task, tmp_path):
+    size = (64, 64)
+    for format in ('onnx', 'pt2'):
+        model, _ = build(name, size)
+        path = tmp_path / f'{name}.{format}'
+        export(model, path, task, format, size, dynamic='batch')
+        network = feature_network(model) if task == 'features' else model
+        assert_same(path, network, [(1, *size), (3, *size)])
+        path.unlink()
+
+
+def test_features_are_those_of_timm():
+    for name in (*SMALL, *RESNETS):
+        expected = small(name, features_only=True)
+        network = feature_network(small(name))
+        assert network.feature_info.channels() == expected.feature_info.channels()
+        assert network.feature_info.reduction() == expected.feature_info.reduction()
+        x = torch.randn(1, 3, 64, 64)
+        assert [y.shape for y in network(x)] == [y.shape for y in expected(x)]
+
+
+def test_sizes_to_compare_at():
+    assert check_shapes((1, 3, 64, 96), None) == [(1, 3, 64, 96)]
+    assert check_shapes((1, 3, 64, 96), 'batch') == [(1, 3, 64, 96), (3, 3, 64, 96)]
+    both = check_shapes((1, 3, 64, 96), 'both')
+    assert {shape[0] for shape in both} == {1, 3}
+    sizes = {shape[2:] for shape in both}
+    assert len(sizes) == 3 and any(h % 2 and h > 64 for h, _ in sizes) and any(h % 2 and h < 64 for h, _ in sizes)
+
+
+def run_export(*arguments):
+    return main(['export', *map(str, arguments)])
+
+
+def test_command_and_description(tmp_path, capsys):
+    path = tmp_path / 'resnet.onnx'
+    arguments = ('resnet18', '--task', 'features', '--dynamic', 'both', '--img-size', 64, 96, '-o', path)
+    assert run_export(*arguments) == 0
+    assert capsys.readouterr().out.startswith(f'{path}: differs from the model by ')
+    assert sorted(file.name for file in tmp_path.iterdir()) == ['resnet.json', 'resnet.onnx']
+    about = json.loads(path.with_suffix('.json').read_text())
+    model = timm.create_model('resnet18', features_only=True)
+    config = timm.data.resolve_model_data_config(timm.create_model('resnet18'))
+    assert about['model'].startswith('resnet18') and about['weights'] == 'untrained'
+    assert about['task'] == 'features' and about['largest_difference'] < 1e-4
+    assert about['input'] == {
+        'name': 'image', 'shape': ['batch', 3, 'height', 'width'], 'size': [64, 96], 'dtype': 'float32'}
+    assert [(o['name'], o['channels'], o['stride']) for o in about['outputs']] == [
+        (f'feature_{i}', c, s) for i, (c, s) in enumerate(
+            zip(model.feature_info.channels(), model.feature_info.reduction(), strict=True), start=1)]
+    assert about['preprocessing'] == {
+        'mean': list(config['mean']), 'std': list(config['std']), 'interpolation': config['interpolation'],
+        'crop_pct': config['crop_pct'], 'crop_mode': config['crop_mode']}
+    assert about['versions']['torch'] == torch.__version__.partition('+')[0] and 'onnxruntime' in about['versions']
+    graph = onnx.load(path)
+    assert about['opset'] == next(o.version for o in graph.opset_import if not o.domain)
+    assert [i.name for i in graph.graph.input] == ['image']
+    assert [o.name for o in graph.graph.output] == [o['name'] for o in about['outputs']]
+    axes = graph.graph.input[0].type.tensor_type.shape.dim
+    assert [axis.dim_param or axis.dim_value for axis in axes] == ['batch', 3, 'height', 'width']
+
+    before = path.read_bytes()
+    assert run_export(*arguments) == 2
+    error = capsys.readouterr().err
+    assert f"'{path}' is there already" in error and '--force' in error and path.read_bytes() == before
+    assert run_export('resnet18', '--force', '-o', path) == 0
+    about = json.loads(path.with_suffix('.json').read_text())
+    assert about['outputs'] == [{'name': 'logits', 'classes': 1000}]
+
+
+@pytest.mark.parametrize('format', ['onnx', 'pt2'])
+def test_checkpoint(format, tmp_path):
+    """The classes are those of the checkpoint, and position tensors come to another image size."""
+    torch.manual_seed(0)
+    trained = timm.create_model('flatten_deit_t', num_classes=7, depth=2).eval()
+    torch.nn.init.normal_(trained.pos_embed)
+    torch.save({'state_dict': trained.state_dict(), 'args': {'model_kwargs': {'depth': 2}}}, tmp_path / 'last.pth.tar')
+    path = tmp_path / f'deit.{format}'
+    assert run_export(
+        'flatten_deit_t', '--checkpoint', tmp_path / 'last.pth.tar', '--img-size', 64, '--format', format, '-o', path,
+    ) == 0
+    about = json.loads(path.with_suffix('.json').read_text())
+    assert about['outputs'][0]['classes'] == 7 and about['weights'] == 'last.pth.tar'
+    trained.set_input_size((64, 64))
+    assert_same(path, trained, [(1, 64, 64)])
+
+
+def test_checkpoint_of_a_model_of_timm(tmp_path):
+    torch.manual_seed(0)
+    trained = timm.create_model('test_resnet', num_classes=4).eval()
+    torch.save(trained.state_dict(), tmp_path / 'weights.pth')
+    path = tmp_path / 'model.pt2'
+    weights = tmp_path / 'weights.pth'
+    assert run_export(
+        'test_resnet', '--checkpoint', weights, '--format', 'pt2', '--img-size', 32, '-o', path) == 0
+    assert_same(path, trained, [(1, 32, 32)], tolerance=1e-6)
+    assert run_export('resnet18', '--checkpoint', weights, '--format', 'pt2', '-o', tmp_path / 'other.pt2') == 2
+
+
+@pytest.mark.parametrize('format', ['onnx', 'pt2'])
+@pytest.mark.parametrize('name', ['flatten_pvt_t', 'ea_resnet50'])
+def test_half(name, format, tmp_path):
+    path = tmp_path / f'half.{format}'
+    model = small(name)
+    x = torch.randn(1, 3, 64, 64)
+    full = model(x)
+    export(model, path, format=format, img_size=(64, 64), half=True)
+    actual = LOAD[format](path)(x.half())
+    assert actual[0].dtype == torch.float16
+    assert (actual[0].float() - full).norm() <= 2e-2 * full.norm()
+    assert json.loads(path.with_suffix('.json').read_text())['input']['dtype'] == 'float16'
+
+
+def test_many_weights_are_a_file_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(export_module, 'ONE_FILE', 0)
+    model = timm.create_model('test_resnet').eval()
+    export(model, tmp_path / 'model.onnx', img_size=(32, 32))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ['model.json', 'model.onnx', 'model.onnx.data']
+    assert_same(tmp_path / 'model.onnx', model, [(1, 32, 32)])
+
+
+@pytest.mark.parametrize('wrong', [0.1, float('nan')])
+@pytest.mark.parametrize('format', ['onnx', 'pt2'])
+def test_a_wrong_file_does_not_stay(wrong, format, tmp_path, monkeypatch):
+    loader = {'onnx': 'load_onnx', 'pt2': 'load_program'}[format]
+    load = getattr(export_module, loader)
+    monkeypatch.setattr(export_module, loader, lambda path: lambda x: [y + wrong for y in load(path)(x)])
+    model = timm.create_model('test_resnet').eval()
+    with pytest.raises(UsageError, match='the file differs from the model by'):
+        export(model, tmp_path / f'model.{format}', format=format, img_size=(32, 32))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_size_that_windows_fix(tmp_path):
+    model = create_small('flatten_swin_t', dynamic_img_size=True)
+    with pytest.raises(UsageError, match="--dynamic size: the graph of 'flatten_swin_t' depends on the .*--img-size"):
+        export(model, tmp_path / 'swin.pt2', format='pt2', img_size=(64, 64), dynamic='size')
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize('arguments, message', [
+    (('test_resnet', '-o', 'model.pt2'), "-o 'model.pt2': the name of a file of --format onnx ends in .onnx"),
+    (('test_resnet', '-o', 'model.onnx', '--img-size', 0), '--img-size must be one or two positive numbers, got 0'),
+    (('test_resne', '-o', 'model.onnx'), "unknown model 'test_resne'; did you mean test_resnet"),
+    (('flatten_swin_t', '-o', 'model.onnx', '--img-size', 3), "cannot build 'flatten_swin_t'"),
+    (('test_resnet', '-o', 'model.onnx', '--checkpoint', 'none.pth'), "there is no file 'none.pth'"),
+    (('test_efficientnet', '-o', 'model.onnx', '--pretrained', '--checkpoint', 'none.pth'), 'not allowed with'),
+])
+def test_mistakes_are_one_line_and_status_2(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = run_export(*arguments)
+    except SystemExit as e:
+        status = e.code
+    assert status == 2 and message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_runtime_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'onnxruntime', None)
+    with pytest.raises(UsageError, match=r"--format onnx: .*onnxruntime.*pip install 'flatten_zoo\[export\]'"):
+        export(timm.create_model('test_resnet'), tmp_path / 'model.onnx')
