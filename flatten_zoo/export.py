@@ -92,7 +92,7 @@ def export(
 
     Args:
         model: A model of timm on the CPU, in inference mode. It is used up: it may lose its head and become half.
-        output: File to write, which ends in `.onnx` or `.pt2`; the description's name ends in `.json` instead.
+        output: File to write, which ends in `.onnx` or `.pt2`; the description is `OUTPUT.json`.
         task: 'classification', or 'features' for the maps that timm's `features_only=True` gives.
         format: 'onnx', or 'pt2' for a program of `torch.export`.
         img_size: Side, or height and width, of the images; the model's own if None.
@@ -107,7 +107,7 @@ def export(
     Raises:
         UsageError: Something is in the way, the model can't be exported like that, or the difference is too large.
     """
-    description = output.with_suffix('.json')
+    description = description_of(output)
     check_output(output, format, force)
     config = resolve_model_data_config(model)
     shape = (1, config['input_size'][0], *(two_sides(img_size) if img_size else config['input_size'][1:]))
@@ -132,11 +132,16 @@ def export(
     return difference
 
 
+def description_of(output: Path) -> Path:
+    """The JSON file beside an exported one."""
+    return output.with_name(f'{output.name}.json')
+
+
 def check_output(output: Path, format: str, force: bool) -> None:
     """Raise a `UsageError` unless files of that format can be written there."""
     if output.suffix != f'.{format}':
         raise UsageError(f"-o '{output}': the name of a file of --format {format} ends in .{format}")
-    for path in (output, output.with_suffix('.json')):
+    for path in (output, description_of(output)):
         if path.exists() and not force:
             raise UsageError(f"'{path}' is there already: choose another name, or --force to overwrite it")
     if format == 'onnx':
