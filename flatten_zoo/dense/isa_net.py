@@ -13,7 +13,7 @@ from torch import nn
 
 from ..layers import InterlacedSparseAttention
 
-__all__ = ['ISANet', 'isa_net', 'segmentation_losses']
+__all__ = ['ISANet', 'isa_net']
 
 
 class InterlacedContext(nn.Module):
@@ -139,29 +139,3 @@ def isa_net(
 def _cannot_dilate(backbone: str, reason: str) -> str:
     return (f"cannot build backbone '{backbone}' with output_stride=8{reason and ': '}{reason}; "
             f"choose a network that can be dilated, such as 'resnet101' or 'ea_resnet50'")
-
-
-def segmentation_losses(
-        outputs: dict[str, torch.Tensor],
-        labels: torch.Tensor,
-        aux_weight: float = 0.4,
-        ignore_index: int = 255,
-) -> dict[str, torch.Tensor]:
-    """Cross-entropy of each output of a segmentation model of torchvision's form, weighted: their sum is the loss.
-
-    Args:
-        outputs: 'out' and perhaps 'aux', (B, classes, H, W) logits.
-        labels: Class of every pixel, (B, H, W).
-        aux_weight: Weight of 'aux': 0.4 in the official ISANet, 0.5 in torchvision's training script.
-        ignore_index: Label of pixels that do not count; where a batch has no others the losses are 0.
-
-    Returns:
-        A loss for each output, under its name.
-    """
-    counted = (labels != ignore_index).sum().clamp_min(1)
-    losses = {
-        name: F.cross_entropy(logits.float(), labels, ignore_index=ignore_index, reduction='sum') / counted
-        for name, logits in outputs.items()}
-    if 'aux' in losses:
-        losses['aux'] = aux_weight * losses['aux']
-    return losses
