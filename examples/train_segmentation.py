@@ -1,8 +1,9 @@
 """Train a semantic segmentation network with an efficient-attention encoder or head.
 
-UPerNet and Semantic FPN are those of segmentation-models-pytorch with an encoder of the zoo (or any of timm), isa_net is
-the zoo's own. Without --data it learns generated shapes, which takes minutes on a CPU. Otherwise --data is a folder with
-COCO 2017 as it is unpacked, or with train/ and val/, each with images/ and instances.json in COCO's format.
+UPerNet and Semantic FPN are those of segmentation-models-pytorch, with an encoder of the zoo or any other of timm;
+isa_net is the zoo's own. Without --data they learn generated shapes, which takes minutes on a CPU. Otherwise --data is
+a folder with COCO 2017 as it is unpacked, or with train/ and val/, each with images/ and instances.json in COCO's
+format.
 """
 import argparse
 import sys
@@ -12,6 +13,7 @@ import segmentation_models_pytorch as smp
 import torch
 import torch.nn.functional as F
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models import get_pretrained_cfg
 from torch import nn
 from torch.utils.data import DataLoader
 from torchvision import tv_tensors
@@ -22,6 +24,7 @@ from tqdm import tqdm
 from flatten_zoo.dense import CocoSemantic, SegmentationScores, coco_split, isa_net, segmentation_losses, write_shapes
 from flatten_zoo.errors import UsageError, report_usage_errors
 from flatten_zoo.files import write_beside
+from flatten_zoo.models.build import check_model_name
 
 IGNORE = 255
 COLOURS = ['red', 'lime', 'dodgerblue', 'yellow', 'magenta', 'cyan']
@@ -31,8 +34,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     model = parser.add_argument_group('model')
     model.add_argument('--model', default='upernet', choices=['upernet', 'fpn', 'isa_net'])
-    model.add_argument('--backbone', help='any model of timm with stages; for isa_net one that can be dilated (default: '
-                       'flatten_pvt_v2_b0, for isa_net test_resnet)')
+    model.add_argument(
+        '--backbone', default=argparse.SUPPRESS, help='any model of timm with stages; for isa_net one that can be '
+        'dilated (default: flatten_pvt_v2_b0; for isa_net test_resnet)')
     model.add_argument('--pretrained', action='store_true', help='pretrained backbone')
     model.add_argument(
         '--decoder-channels', type=int, default=64, metavar='N', help='of upernet and fpn; 256 in the papers')
@@ -50,10 +54,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     training.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     training.add_argument('--output', type=Path, default=Path('output/segmentation'), metavar='FOLDER')
     args = parser.parse_args(argv)
+    if 'backbone' not in args:
+        args.backbone = 'test_resnet' if args.model == 'isa_net' else 'flatten_pvt_v2_b0'
     for name in ('decoder_channels', 'image_size', 'shapes', 'epochs', 'batch_size'):
         if getattr(args, name) < 1:
             raise UsageError(f'--{name.replace("_", "-")} must be positive, got {getattr(args, name)}')
-    args.backbone = args.backbone or {'isa_net': 'test_resnet'}.get(args.model, 'flatten_pvt_v2_b0')
     return args
 
 
@@ -97,9 +102,11 @@ class Network(nn.Module):
     def __init__(self, args: argparse.Namespace, num_classes: int):
         super().__init__()
         common = {'encoder_weights': args.pretrained or None, 'classes': num_classes}
+        if getattr(get_pretrained_cfg(args.backbone), 'fixed_input_size', False):
+            common['dynamic_img_size'] = True
         channels = args.decoder_channels
         if args.model == 'isa_net':
-            self.model = isa_net(args.backbone, num_classes, pretrained=args.pretrained)
+            self.model = isa_net(args.backbone, num_classes, args.pretrained)
         elif args.model == 'upernet':
             self.model = smp.UPerNet(f'tu-{args.backbone}', decoder_channels=channels, **common)
         else:
@@ -114,6 +121,7 @@ class Network(nn.Module):
 
 
 def build_network(args: argparse.Namespace, num_classes: int) -> Network:
+    check_model_name(args.backbone)
     try:
         return Network(args, num_classes).to(args.device)
     except (RuntimeError, TypeError, ValueError) as e:

@@ -91,7 +91,7 @@ def test_any_size_and_a_batch_of_one(small, size):
     ('convnext_atto', {'drop_path_rate': 0.1}),
 ])
 def test_backbones(backbone, kwargs):
-    model = isa_net(backbone, 3, group_size=(4, 2), **kwargs)
+    model = isa_net(backbone, 3, group_size=(4, 2), backbone_kwargs=kwargs)
     output = model(torch.randn(2, kwargs.get('in_chans', 3), 41, 32))
     sum(segmentation_losses(output, torch.randint(3, (2, 41, 32))).values()).backward()
     unused = {name for name, p in model.named_parameters() if p.grad is None}
@@ -149,6 +149,6 @@ def test_bad_arguments(args, message):
 
 def test_other_errors_are_not_taken_for_a_backbone_that_cannot_be_dilated():
     with pytest.raises(TypeError, match='in_chan'):
-        isa_net('resnet18', in_chan=3)
-    with pytest.raises(RuntimeError, match='Unknown model'):
+        isa_net('resnet18', backbone_kwargs={'in_chan': 3})
+    with pytest.raises(ValueError, match="unknown model 'resnet19'; did you mean resnet18"):
         isa_net('resnet19')

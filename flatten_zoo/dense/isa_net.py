@@ -5,6 +5,7 @@ Paper:
         - https://arxiv.org/abs/1907.12273
 """
 from collections import OrderedDict
+from typing import Any
 
 import timm
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..layers import InterlacedSparseAttention
+from ..models.build import check_model_name
 
 __all__ = ['ISANet', 'isa_net']
 
@@ -101,10 +103,11 @@ def _conv_norm_act(dim: int, out_dim: int, kernel_size: int) -> list[nn.Module]:
 def isa_net(
         backbone: str = 'resnet101',
         num_classes: int = 21,
+        pretrained_backbone: bool = False,
         aux_loss: bool = True,
         group_size: int | tuple[int, int] = 8,
         drop_rate: float = 0.05,
-        **kwargs,
+        backbone_kwargs: dict[str, Any] | None = None,
 ) -> ISANet:
     """Build an ISANet on a timm backbone whose last stages are dilated to output stride 8.
 
@@ -116,16 +119,20 @@ def isa_net(
         backbone: Name of a timm model that takes `output_stride`: the ResNets, the zoo's with attention among them,
             and most other convolutional networks.
         num_classes: Number of classes, the background among them.
+        pretrained_backbone: Load the backbone's pretrained weights.
         aux_loss: Have an auxiliary head on the last stage but one.
         group_size: Groups (Ph, Pw) of the interlaced block; 8 × 8 in every experiment of the paper.
         drop_rate: Dropout rate of whole channels before the classifiers.
-        **kwargs: Arguments of `timm.create_model` for the backbone, such as `pretrained` and `in_chans`.
+        backbone_kwargs: Arguments of `timm.create_model` for the backbone, such as `in_chans`.
 
     Raises:
-        ValueError: The backbone cannot be dilated, or an argument is out of its range.
+        ValueError: There is no such backbone, it cannot be dilated, or an argument is out of its range.
     """
+    check_model_name(backbone)
     try:
-        features = timm.create_model(backbone, features_only=True, output_stride=8, out_indices=(-2, -1), **kwargs)
+        features = timm.create_model(
+            backbone, pretrained=pretrained_backbone, features_only=True, output_stride=8, out_indices=(-2, -1),
+            **(backbone_kwargs or {}))
     except (AssertionError, TypeError, NotImplementedError) as e:
         if isinstance(e, TypeError) and 'output_stride' not in str(e):
             raise
