@@ -101,6 +101,16 @@ def test_backbones(backbone, kwargs):
     model.backbone.load_state_dict(features.state_dict())
 
 
+def test_pretrained_backbone(tmp_path):
+    plain = timm.create_model('test_resnet', num_classes=10)
+    torch.save(plain.state_dict(), tmp_path / 'weights.pth')
+    model = isa_net('test_resnet', 3, pretrained_backbone=True, backbone_kwargs={'pretrained_cfg_overlay': {
+        'file': str(tmp_path / 'weights.pth'), 'num_classes': 10}})
+    weights = plain.state_dict()
+    assert len(model.backbone.state_dict()) > 50
+    assert all(torch.equal(value, weights[name]) for name, value in model.backbone.state_dict().items())
+
+
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
 def test_half_precision(small, dtype):
     torch.manual_seed(0)

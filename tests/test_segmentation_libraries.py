@@ -1,6 +1,7 @@
 """Zoo encoders in segmentation-models-pytorch and in transformers, as these libraries build them."""
 import pytest
 import segmentation_models_pytorch as smp
+import timm
 import torch
 import torch.nn.functional as F
 import transformers
@@ -136,3 +137,16 @@ def test_transformers_other_size_of_a_fixed_family():
         model(x)
     model.backbone._backbone.model.set_input_size((64, 96))
     assert model(x).logits.shape == (1, 5, 64, 96)
+
+
+def test_smp_pretrained(tmp_path):
+    """`encoder_weights=True` is timm's pretrained, from where the model's configuration says."""
+    plain = timm.create_model('flatten_pvt_v2_b0', num_classes=10)
+    torch.save(plain.state_dict(), tmp_path / 'weights.pth')
+    model = smp.FPN('tu-flatten_pvt_v2_b0', encoder_weights=True, classes=2, pretrained_cfg_overlay={
+        'file': str(tmp_path / 'weights.pth'), 'num_classes': 10})
+    features = timm.create_model('flatten_pvt_v2_b0', features_only=True)
+    features.load_state_dict(model.encoder.model.state_dict())
+    x = torch.randn(1, 3, 64, 64)
+    for theirs, ours in zip(features.eval()(x), plain.eval().forward_intermediates(x)[1], strict=True):
+        torch.testing.assert_close(theirs, ours)
