@@ -246,16 +246,25 @@ def training_memory(module: nn.Module, x: torch.Tensor) -> tuple[int, int]:
     """
     x = x.detach().requires_grad_()
     inputs = [x, *(p for p in module.parameters() if p.requires_grad)]
-    with _Tracker(_own_tensors(module, x)) as tracker:
-        own = tracker.peak - x.untyped_storage().nbytes()
-        if x.is_cuda:
-            before = torch.cuda.memory_allocated(x.device) - x.untyped_storage().nbytes()
-            torch.cuda.reset_peak_memory_stats(x.device)
+
+    def step(allocated: Callable[[], int]) -> int:
         y = module(x)
-        held = torch.cuda.memory_allocated(x.device) - before if x.is_cuda else sum(tracker.alive.values()) - own
+        held = allocated()
         torch.autograd.grad(y, inputs, torch.ones_like(y), allow_unused=True)
-    peak = torch.cuda.max_memory_allocated(x.device) - before if x.is_cuda else tracker.peak - own
-    return held, peak
+        return held
+
+    if x.is_cuda:
+        def allocated() -> int:
+            return torch.cuda.memory_allocated(x.device)
+
+        step(allocated)  # libraries take their workspaces at the first call
+        before = allocated() - x.untyped_storage().nbytes()
+        torch.cuda.reset_peak_memory_stats(x.device)
+        return step(allocated) - before, torch.cuda.max_memory_allocated(x.device) - before
+    with _Tracker(_own_tensors(module, x)) as tracker:
+        before = tracker.peak - x.untyped_storage().nbytes()
+        held = step(lambda: sum(tracker.alive.values()))
+    return held - before, tracker.peak - before
 
 
 def available_memory(device: torch.device) -> int:

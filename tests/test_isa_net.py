@@ -101,6 +101,15 @@ def test_backbones(backbone, kwargs):
     model.backbone.load_state_dict(features.state_dict())
 
 
+@pytest.mark.parametrize('aux_loss', [True, False])
+def test_scripts_as_torchvisions_models_do(aux_loss):
+    model = isa_net('resnet18', 3, aux_loss=aux_loss).eval()
+    scripted, x = torch.jit.script(model), torch.randn(1, 3, 75, 90)
+    with torch.no_grad():
+        for actual, expected in zip(scripted(x).values(), model(x).values(), strict=True):
+            torch.testing.assert_close(actual, expected)
+
+
 def test_pretrained_backbone(tmp_path):
     plain = timm.create_model('test_resnet', num_classes=10)
     torch.save(plain.state_dict(), tmp_path / 'weights.pth')

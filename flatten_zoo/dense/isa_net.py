@@ -82,14 +82,17 @@ class ISANet(nn.Module):
         ) if aux_loss else None
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        early, late = self.backbone(x)
-        logits = OrderedDict(out=self.cls_head(self.isa_head(late)))
+        features = self.backbone(x)
+        result = OrderedDict()
+        result['out'] = _upsample(self.cls_head(self.isa_head(features[1])), x)
         if self.dsn_head is not None:
-            logits['aux'] = self.dsn_head(early)
-        # corners aligned, as in the official network: position i of a map of stride 8 is centred on pixel 8·i
-        return OrderedDict(
-            (name, F.interpolate(y, size=x.shape[-2:], mode='bilinear', align_corners=True))
-            for name, y in logits.items())
+            result['aux'] = _upsample(self.dsn_head(features[0]), x)
+        return result
+
+
+def _upsample(logits: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Logits at the size of the image, with corners aligned as in the official network: position i is pixel 8·i."""
+    return F.interpolate(logits, size=x.shape[2:], mode='bilinear', align_corners=True)
 
 
 def _conv_norm_act(dim: int, out_dim: int, kernel_size: int) -> list[nn.Module]:
