@@ -28,7 +28,7 @@ def complexity(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument('--format', choices=['text', 'csv'], default='text', help='of what is printed (default: text)')
     parser.add_argument('--plot', type=Path, metavar='FILE', help='draw cost against resolution')
     parser.add_argument(
-        '--table', choices=['ea-table2', 'ea-section3.5', 'stereo'],
+        '--table', choices=['ea-table2', 'ea-section3.5', 'ea-mask-rcnn', 'stereo'],
         help='print a table of the efficient attention paper, computed from the operators')
 
     def run(args: argparse.Namespace) -> None:

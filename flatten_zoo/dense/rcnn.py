@@ -1,0 +1,125 @@
+"""Faster and Mask R-CNN of torchvision on backbones of the zoo and of timm, with attention on the feature pyramid."""
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torchvision.models.detection import FasterRCNN, MaskRCNN
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.ops import MultiScaleRoIAlign
+
+from .pyramid import LEVELS, PyramidBackbone, build_body, freeze_norms, freeze_stages
+
+__all__ = ['faster_rcnn', 'mask_rcnn']
+
+_ANCHOR_SCALE = 8  # side of the anchors in strides: 32 pixels at stride 4, as in torchvision
+
+
+def mask_rcnn(
+        backbone: str | nn.Module,
+        num_classes: int,
+        attention: str | None = None,
+        attention_levels: str | Sequence[str] = tuple(LEVELS),
+        attention_kwargs: dict[str, Any] | None = None,
+        pretrained_backbone: bool = False,
+        trainable_backbone_layers: int | None = None,
+        freeze_norm: bool | None = None,
+        backbone_kwargs: dict[str, Any] | None = None,
+        **kwargs,
+) -> MaskRCNN:
+    """torchvision's Mask R-CNN on any backbone, with attention after chosen levels of its feature pyramid.
+
+    `mask_rcnn('resnet50', 91)` is torchvision's `maskrcnn_resnet50_fpn`: state dicts go both ways. With attention,
+    exactly the attention's tensors are new, and it starts as the identity. With `backbone='ea_resnet50'` and
+    `attention='ea'` it is the "res3-4+fpn1-5" model of the efficient attention paper (arXiv 1812.01243, Tables 2 and
+    9). Inputs, targets, losses and predictions are torchvision's.
+
+    Args:
+        backbone: Name of a model of the zoo or of timm, or a model that timm built with `features_only=True`.
+        num_classes: Number of classes, the background included.
+        attention: 'ea' (efficient), 'nl' (non-local) or 'issa' (interlaced sparse) attention, or None.
+        attention_levels: Level or levels that attention comes after: 'fpn1' to 'fpn5', of strides 4 to 64.
+        attention_kwargs: Arguments of the attention operator; key and value width are 64 by default.
+        pretrained_backbone: Load the backbone's pretrained weights.
+        trainable_backbone_layers: Number of parts of the backbone that are trained, counted from its end, 5 being all
+            as a rule; None for torchvision's habit: 3 of a pretrained backbone, else all. See `freeze_stages`.
+        freeze_norm: Freeze the backbone's batch norms, see `freeze_norms`; None for torchvision's habit: those of a
+            pretrained backbone.
+        backbone_kwargs: More arguments of the backbone.
+        **kwargs: Arguments of torchvision's `MaskRCNN`. The anchors' default side is 8 strides, and images are
+            normalised as the backbone wants it.
+
+    Raises:
+        ValueError: An argument is out of its range, or the backbone has no feature pyramid.
+    """
+    pyramid = _build_pyramid(
+        backbone, attention, attention_levels, attention_kwargs, pretrained_backbone, trainable_backbone_layers,
+        freeze_norm, backbone_kwargs)
+    kwargs = {**_defaults(pyramid, num_classes), **kwargs}
+    kwargs.setdefault('mask_roi_pool', MultiScaleRoIAlign(_stage_maps(pyramid), output_size=14, sampling_ratio=2))
+    return MaskRCNN(pyramid, num_classes, **kwargs)
+
+
+def faster_rcnn(
+        backbone: str | nn.Module,
+        num_classes: int,
+        attention: str | None = None,
+        attention_levels: str | Sequence[str] = tuple(LEVELS),
+        attention_kwargs: dict[str, Any] | None = None,
+        pretrained_backbone: bool = False,
+        trainable_backbone_layers: int | None = None,
+        freeze_norm: bool | None = None,
+        backbone_kwargs: dict[str, Any] | None = None,
+        **kwargs,
+) -> FasterRCNN:
+    """torchvision's Faster R-CNN on any backbone: `mask_rcnn` without masks, with the same arguments and errors.
+
+    `faster_rcnn('resnet50', 91)` is torchvision's `fasterrcnn_resnet50_fpn`.
+    """
+    pyramid = _build_pyramid(
+        backbone, attention, attention_levels, attention_kwargs, pretrained_backbone, trainable_backbone_layers,
+        freeze_norm, backbone_kwargs)
+    return FasterRCNN(pyramid, num_classes, **{**_defaults(pyramid, num_classes), **kwargs})
+
+
+def _build_pyramid(
+        backbone: str | nn.Module,
+        attention: str | None,
+        attention_levels: str | Sequence[str],
+        attention_kwargs: dict[str, Any] | None,
+        pretrained_backbone: bool,
+        trainable_backbone_layers: int | None,
+        freeze_norm: bool | None,
+        backbone_kwargs: dict[str, Any] | None,
+) -> PyramidBackbone:
+    if isinstance(backbone, str):
+        body = build_body(backbone, pretrained_backbone, **(backbone_kwargs or {}))
+    elif pretrained_backbone or backbone_kwargs:
+        raise ValueError('pretrained_backbone and backbone_kwargs are for a backbone that is given by its name')
+    else:
+        body = backbone
+    pyramid = PyramidBackbone(body, attention, attention_levels, attention_kwargs)
+    if trainable_backbone_layers is None:
+        trainable_backbone_layers = 3 if pretrained_backbone else len(pyramid.strides)
+    freeze_stages(body, trainable_backbone_layers)
+    if pretrained_backbone if freeze_norm is None else freeze_norm:
+        freeze_norms(body)
+    return pyramid
+
+
+def _defaults(pyramid: PyramidBackbone, num_classes: int) -> dict[str, Any]:
+    """Arguments of torchvision's networks that depend on the backbone."""
+    if num_classes < 2:
+        raise ValueError(f'num_classes includes the background and must be at least 2, got {num_classes}')
+    sizes = tuple((_ANCHOR_SCALE * stride,) for stride in pyramid.strides)
+    cfg = getattr(pyramid.body, 'pretrained_cfg', None) or {}
+    return {
+        'rpn_anchor_generator': AnchorGenerator(sizes, aspect_ratios=((0.5, 1.0, 2.0),) * len(sizes)),
+        'box_roi_pool': MultiScaleRoIAlign(_stage_maps(pyramid), output_size=7, sampling_ratio=2),
+        'image_mean': cfg.get('mean'),
+        'image_std': cfg.get('std'),
+    }
+
+
+def _stage_maps(pyramid: PyramidBackbone) -> list[str]:
+    """Names of the maps that regions are taken from: all but the last one, which is for proposals alone."""
+    return [str(i) for i in range(len(pyramid.strides) - 1)]
