@@ -134,3 +134,11 @@ def test_example_with_bad_arguments(example, tmp_path, arguments, message):
     with pytest.raises(UsageError, match=message):
         example.main(['--shapes', '16', '--output', str(tmp_path), *arguments])
     assert not (tmp_path / 'last.pth').exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('model', ['upernet', 'isa_net'])
+def test_networks_learn(example, tmp_path, model):
+    """From scratch, measured on other images than those of the training."""
+    scores = example.main(['--model', model, '--device', 'cpu', '--output', str(tmp_path)])
+    assert scores['mIoU'] >= 0.75
