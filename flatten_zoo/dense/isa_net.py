@@ -115,7 +115,7 @@ def isa_net(
     """Build an ISANet on a timm backbone whose last stages are dilated to output stride 8.
 
     The interlaced head is the official one: a 3×3 convolution to 512 channels, the interlaced block with d_k = 256 and
-    d_v = 512 (section 4 of the paper), its output beside its input, a 1×1 convolution to 512. The official backbone
+    d_v = 512, its output beside its input, a 1×1 convolution to 512. The official backbone
     has a stem of three 3×3 convolutions: that of timm's `resnet101s`.
 
     Args:
