@@ -4,6 +4,7 @@ Without --data it learns generated shapes, which takes minutes on a CPU. Otherwi
 it is unpacked, or with train/ and val/, each with images/ and instances.json in COCO's format.
 """
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -141,22 +142,27 @@ def draw_predictions(model: FasterRCNN, data: CocoInstances, path: Path, device:
     for index in range(min(count, len(data))):
         image, _ = data[index]
         found, = model([image.to(device)])
-        sure = found['scores'] > 0.5
-        labels = found['labels'][sure].tolist()
-        colours = [COLOURS[(label - 1) % len(COLOURS)] for label in labels]
-        picture = image.as_subclass(torch.Tensor)
-        if labels:
+        found = {key: x[found['scores'] > 0.5].cpu() for key, x in found.items()}
+        scale = math.ceil(256 / max(image.shape))  # small images are enlarged for their captions
+        picture = enlarge(image.as_subclass(torch.Tensor), scale)
+        if len(found['labels']):
+            colours = [COLOURS[(label - 1) % len(COLOURS)] for label in found['labels'].tolist()]
             if 'masks' in found:
-                picture = draw_segmentation_masks(
-                    picture, found['masks'][sure, 0].cpu() > 0.5, alpha=0.5, colors=colours)
-            scores = found['scores'][sure].tolist()
-            names = [f'{data.classes[label]} {score:.2f}' for label, score in zip(labels, scores, strict=True)]
-            picture = draw_bounding_boxes(picture, found['boxes'][sure].cpu(), names, colors=colours, width=2)
+                masks = enlarge(found['masks'][:, 0], scale) > 0.5
+                picture = draw_segmentation_masks(picture, masks, alpha=0.5, colors=colours)
+            captions = [
+                f'{data.classes[label]} {score:.2f}'
+                for label, score in zip(found['labels'].tolist(), found['scores'].tolist(), strict=True)]
+            picture = draw_bounding_boxes(picture, scale * found['boxes'], captions, colors=colours, width=2)
         pictures.append(picture)
     height, width = (max(picture.shape[side] for picture in pictures) for side in (1, 2))
     pictures = [v2.functional.pad(p, [0, 0, width - p.shape[2], height - p.shape[1]]) for p in pictures]
     with write_beside(path) as unfinished:
         save_image(make_grid(pictures, nrow=4), unfinished)
+
+
+def enlarge(x: torch.Tensor, scale: int) -> torch.Tensor:
+    return x.repeat_interleave(scale, -1).repeat_interleave(scale, -2)
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:

@@ -285,7 +285,7 @@ def test_defaults_of_freezing_are_torchvisions(monkeypatch):
     assert not any(isinstance(module, FrozenBatchNorm2d) for module in body.modules())
 
 
-@pytest.mark.filterwarnings('ignore::DeprecationWarning')
+@pytest.mark.filterwarnings('ignore')  # scripting is deprecated
 def test_scripts_as_torchvisions_own():
     model = faster_rcnn('resnet18', CLASSES, 'ea', box_score_thresh=0.001, **SIZES).eval()
     with torch.no_grad():
