@@ -6,6 +6,7 @@ a folder with COCO 2017 as it is unpacked, or with train/ and val/, each with im
 format.
 """
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -26,40 +27,54 @@ from flatten_zoo.errors import UsageError, report_usage_errors
 from flatten_zoo.files import write_beside
 from flatten_zoo.models.build import check_model_name
 
+DEFAULT_BACKBONES = {'upernet': 'flatten_pvt_v2_b0', 'fpn': 'flatten_pvt_v2_b0', 'isa_net': 'test_resnet'}
 IGNORE = 255
 COLOURS = ['red', 'lime', 'dodgerblue', 'yellow', 'magenta', 'cyan']
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    def add(group, name: str, text: str, **kwargs) -> None:
+        group.add_argument(name, help=f'{text} (default: %(default)s)', **kwargs)
+
+    parser = argparse.ArgumentParser(description=__doc__)
     model = parser.add_argument_group('model')
-    model.add_argument('--model', default='upernet', choices=['upernet', 'fpn', 'isa_net'])
+    add(model, '--model', 'the network', default='upernet', choices=['upernet', 'fpn', 'isa_net'])
     model.add_argument(
-        '--backbone', default=argparse.SUPPRESS, help='any model of timm with stages; for isa_net one that can be '
-        'dilated (default: flatten_pvt_v2_b0; for isa_net test_resnet)')
-    model.add_argument('--pretrained', action='store_true', help='pretrained backbone')
-    model.add_argument(
-        '--decoder-channels', type=int, default=64, metavar='N', help='of upernet and fpn; 256 in the papers')
-    model.add_argument('--image-size', type=int, default=64, metavar='N', help='shorter side of the images')
+        '--backbone', metavar='NAME', help='any model of timm with stages, for isa_net one that can be dilated '
+        f'(default: {DEFAULT_BACKBONES["upernet"]}, for isa_net {DEFAULT_BACKBONES["isa_net"]})')
+    model.add_argument('--pretrained', action='store_true', help="start from the backbone's pretrained weights")
+    add(model, '--decoder-channels', 'of upernet and fpn, 256 in the papers', type=int, default=64, metavar='N')
+    add(model, '--image-size', 'shorter side of the images, 512 for COCO', type=int, default=64, metavar='N')
     data = parser.add_argument_group('data')
     data.add_argument('--data', type=Path, metavar='FOLDER', help='data in COCO format (default: generated shapes)')
-    data.add_argument('--shapes', type=int, default=2048, metavar='N', help='number of generated images to train on')
-    data.add_argument('--workers', type=int, default=0, metavar='N', help='processes that load data')
+    add(data, '--shapes', 'generated images to train on', type=int, default=5120, metavar='N')
+    add(data, '--workers', 'processes that load data', type=int, default=0, metavar='N')
     training = parser.add_argument_group('training')
-    training.add_argument('--epochs', type=int, default=10, metavar='N')
-    training.add_argument('--batch-size', type=int, default=16, metavar='N')
-    training.add_argument('--lr', type=float, default=1.5e-3, help='highest learning rate, of AdamW')
-    training.add_argument('--weight-decay', type=float, default=0.05)
-    training.add_argument('--seed', type=int, default=0)
-    training.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
-    training.add_argument('--output', type=Path, default=Path('output/segmentation'), metavar='FOLDER')
+    add(training, '--epochs', 'passes over the data', type=int, default=4, metavar='N')
+    add(training, '--batch-size', 'images of a step', type=int, default=16, metavar='N')
+    add(training, '--lr', 'highest learning rate, of AdamW', type=float, default=1.5e-3)
+    add(training, '--weight-decay', 'of AdamW', type=float, default=0.05)
+    add(training, '--seed', 'of weights and order', type=int, default=0)
+    add(training, '--device', 'where to compute', default='cuda' if torch.cuda.is_available() else 'cpu')
+    add(training, '--output', 'folder for everything written', type=Path, default=Path('output/segmentation'),
+        metavar='FOLDER')
     args = parser.parse_args(argv)
-    if 'backbone' not in args:
-        args.backbone = 'test_resnet' if args.model == 'isa_net' else 'flatten_pvt_v2_b0'
+    args.backbone = args.backbone or DEFAULT_BACKBONES[args.model]
+    return args
+
+
+def check_args(args: argparse.Namespace) -> None:
+    """Finds what would go wrong later, and makes the output folder."""
     for name in ('decoder_channels', 'image_size', 'shapes', 'epochs', 'batch_size'):
         if getattr(args, name) < 1:
             raise UsageError(f'--{name.replace("_", "-")} must be positive, got {getattr(args, name)}')
-    return args
+    check_model_name(args.backbone)
+    if (args.output / 'last.pth').exists():
+        raise UsageError(f"'{args.output}' holds a trained network already: give another folder with --output")
+    try:
+        args.output.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UsageError(f"cannot write to '{args.output}' (--output): {e}") from e
 
 
 def load_data(args: argparse.Namespace) -> tuple[CocoSemantic, CocoSemantic]:
@@ -121,7 +136,6 @@ class Network(nn.Module):
 
 
 def build_network(args: argparse.Namespace, num_classes: int) -> Network:
-    check_model_name(args.backbone)
     try:
         return Network(args, num_classes).to(args.device)
     except (RuntimeError, TypeError, ValueError) as e:
@@ -168,12 +182,19 @@ def draw_predictions(network: Network, data: CocoSemantic, path: Path, device: s
         masks = [torch.stack([c == i for i in range(1, len(data.classes))]) for c in classes]
         pictures += [image, *(draw_segmentation_masks(image, m, alpha=0.6, colors=colours) for m in masks)]
     with write_beside(path) as unfinished:
-        save_image(make_grid(pictures, nrow=6), unfinished)
+        save_image(make_grid([enlarge(picture) for picture in pictures], nrow=6), unfinished)
+
+
+def enlarge(picture: torch.Tensor) -> torch.Tensor:
+    """Small pictures several times as large, for the eye."""
+    scale = math.ceil(192 / max(picture.shape))
+    return picture.repeat_interleave(scale, -1).repeat_interleave(scale, -2)
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Trains and returns the last scores."""
     args = parse_args(argv)
+    check_args(args)
     torch.manual_seed(args.seed)
     train_data, val_data = load_data(args)
     network = build_network(args, len(train_data.classes))

@@ -125,6 +125,7 @@ def test_batches_are_padded(example):
 @pytest.mark.parametrize('arguments, message', [
     (['--data', 'nowhere'], "there is no folder 'nowhere'"),
     (['--batch-size', '0'], '--batch-size must be positive, got 0'),
+    (['--lr', '1e20'], 'the loss is nan: try a lower --lr'),
     (['--shapes', '4'], '--batch-size 16 is more than the 4 training images'),
     (['--backbone', 'flatten_pvt_v2_b9'], "unknown model 'flatten_pvt_v2_b9'; did you mean flatten_pvt_v2_b"),
     (['--backbone', 'flatten_deit_t'], 'cannot build upernet with --backbone flatten_deit_t'),
@@ -134,6 +135,14 @@ def test_example_with_bad_arguments(example, tmp_path, arguments, message):
     with pytest.raises(UsageError, match=message):
         example.main(['--shapes', '16', '--output', str(tmp_path), *arguments])
     assert not (tmp_path / 'last.pth').exists()
+
+
+def test_example_overwrites_no_trained_network(example, tmp_path):
+    (tmp_path / 'last.pth').touch()
+    with pytest.raises(UsageError, match='holds a trained network already'):
+        example.main(['--output', str(tmp_path)])
+    with pytest.raises(UsageError, match='cannot write to .*last.pth/below'):
+        example.main(['--output', str(tmp_path / 'last.pth' / 'below')])
 
 
 @pytest.mark.slow
