@@ -50,7 +50,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add(data, '--shapes', 'generated images to train on', type=int, default=5120, metavar='N')
     add(data, '--workers', 'processes that load data', type=int, default=0, metavar='N')
     training = parser.add_argument_group('training')
-    add(training, '--epochs', 'passes over the data', type=int, default=4, metavar='N')
+    add(training, '--epochs', 'passes over the data', type=int, default=5, metavar='N')
     add(training, '--batch-size', 'images of a step', type=int, default=16, metavar='N')
     add(training, '--lr', 'highest learning rate, of AdamW', type=float, default=1.5e-3)
     add(training, '--weight-decay', 'of AdamW', type=float, default=0.05)
