@@ -20,7 +20,7 @@ from .layers import EfficientAttention, InterlacedSparseAttention, NonLocalAtten
 
 __all__ = [
     'Cost', 'Measurement', 'available_memory', 'closed_form', 'count', 'efficient_attention_cost',
-    'interlaced_attention_cost', 'non_local_attention_cost', 'peak_memory',
+    'interlaced_attention_cost', 'non_local_attention_cost', 'peak_memory', 'training_memory',
 ]
 
 
@@ -229,6 +229,42 @@ def peak_memory(module: nn.Module, x: torch.Tensor) -> int:
     with _Tracker(_own_tensors(module, x)) as tracker:
         module(x)
     return tracker.peak
+
+
+def training_memory(module: nn.Module, x: torch.Tensor) -> tuple[int, int]:
+    """Bytes that a real training step holds beside the weights: between its two passes, and at the worst moment.
+
+    The first is what the closed forms count: the input, the output, and what the backward pass needs of all between.
+    The second adds what lives for a moment only, and the gradients. They are measured as in `peak_memory`.
+
+    Args:
+        module: The module, on the device of `x`; its output is one tensor.
+        x: The input.
+
+    Returns:
+        Bytes held after the forward pass, and bytes at the worst moment of forward and backward pass.
+    """
+    x = x.detach().requires_grad_()
+    inputs = [x, *(p for p in module.parameters() if p.requires_grad)]
+
+    def step(allocated: Callable[[], int]) -> int:
+        y = module(x)
+        held = allocated()
+        torch.autograd.grad(y, inputs, torch.ones_like(y), allow_unused=True)
+        return held
+
+    if x.is_cuda:
+        def allocated() -> int:
+            return torch.cuda.memory_allocated(x.device)
+
+        step(allocated)  # libraries take their workspaces at the first call
+        before = allocated() - x.untyped_storage().nbytes()
+        torch.cuda.reset_peak_memory_stats(x.device)
+        return step(allocated) - before, torch.cuda.max_memory_allocated(x.device) - before
+    with _Tracker(_own_tensors(module, x)) as tracker:
+        before = tracker.peak - x.untyped_storage().nbytes()
+        held = step(lambda: sum(tracker.alive.values()))
+    return held - before, tracker.peak - before
 
 
 def available_memory(device: torch.device) -> int:

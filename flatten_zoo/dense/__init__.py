@@ -2,11 +2,14 @@
 from .coco import CocoInstances, CocoSemantic, coco_split, semantic_labels
 from .cost import rcnn_cost
 from .evaluation import CocoScores
+from .isa_net import ISANet, isa_net
 from .pyramid import LEVELS, PyramidBackbone, freeze_norms, freeze_stages
 from .rcnn import faster_rcnn, mask_rcnn
+from .segmentation import SegmentationScores, segmentation_losses
 from .shapes import write_shapes
 
 __all__ = [
-    'LEVELS', 'CocoInstances', 'CocoScores', 'CocoSemantic', 'PyramidBackbone', 'coco_split', 'faster_rcnn',
-    'freeze_norms', 'freeze_stages', 'mask_rcnn', 'rcnn_cost', 'semantic_labels', 'write_shapes',
+    'LEVELS', 'CocoInstances', 'CocoScores', 'CocoSemantic', 'ISANet', 'PyramidBackbone', 'SegmentationScores',
+    'coco_split', 'faster_rcnn', 'freeze_norms', 'freeze_stages', 'isa_net', 'mask_rcnn', 'rcnn_cost',
+    'segmentation_losses', 'semantic_labels', 'write_shapes',
 ]

@@ -1,0 +1,151 @@
+"""ISANet: semantic segmentation with interlaced sparse self-attention.
+
+Paper:
+    * `Interlaced Sparse Self-Attention for Semantic Segmentation`
+        - https://arxiv.org/abs/1907.12273
+"""
+from collections import OrderedDict
+from typing import Any
+
+import timm
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..layers import InterlacedSparseAttention
+from ..models.build import check_model_name
+
+__all__ = ['ISANet', 'isa_net']
+
+
+class InterlacedContext(nn.Module):
+    """The interlaced block, its output beside its input, and a 1×1 convolution over both.
+
+    Shape:
+        - input, output: (B, dim, H, W)
+    """
+
+    def __init__(self, dim: int, key_dim: int, group_size: int | tuple[int, int], drop_rate: float):
+        super().__init__()
+        # one block here; the official module may hold several, of different group sizes
+        self.stages = nn.ModuleList([
+            InterlacedSparseAttention(dim, key_dim, dim, group_size=group_size, residual=False)])
+        self.conv_bn = nn.Sequential(*_conv_norm_act(2 * dim, dim, 1), nn.Dropout2d(drop_rate))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv_bn(torch.cat([x, self.stages[0](x)], dim=1))
+
+
+class ISANet(nn.Module):
+    """A backbone of output stride 8, the interlaced head on its last map and an auxiliary head on the one before.
+
+    Names are those of the official network: `isa_head` and its classifier `cls_head`, the auxiliary `dsn_head`.
+
+    Shape:
+        - input: (B, C, H, W), any H and W
+        - output: a dictionary as that of torchvision's segmentation models: 'out', and 'aux' with an auxiliary head,
+          both (B, num_classes, H, W) logits
+    """
+
+    def __init__(
+            self,
+            backbone: nn.Module,
+            channels: tuple[int, int],
+            num_classes: int,
+            aux_loss: bool = True,
+            group_size: int | tuple[int, int] = 8,
+            drop_rate: float = 0.05,
+    ):
+        """
+        Args:
+            backbone: Maps images to two maps, of the last stage but one and of the last.
+            channels: Channels of the two maps.
+            num_classes: Number of classes, the background among them.
+            aux_loss: Have the auxiliary head.
+            group_size: Groups (Ph, Pw) of the interlaced block.
+            drop_rate: Dropout rate of whole channels before the classifiers.
+
+        Raises:
+            ValueError: An argument is out of its range.
+        """
+        super().__init__()
+        if num_classes < 1:
+            raise ValueError(f'num_classes must be positive, got {num_classes}')
+        self.backbone = backbone
+        self.isa_head = nn.Sequential(
+            *_conv_norm_act(channels[1], 512, 3), InterlacedContext(512, 256, group_size, drop_rate))
+        self.cls_head = nn.Conv2d(512, num_classes, 1)
+        self.dsn_head = nn.Sequential(
+            *_conv_norm_act(channels[0], 512, 3),
+            nn.Dropout2d(drop_rate),
+            nn.Conv2d(512, num_classes, 1),
+        ) if aux_loss else None
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        features = self.backbone(x)
+        result = OrderedDict()
+        result['out'] = _upsample(self.cls_head(self.isa_head(features[1])), x)
+        if self.dsn_head is not None:
+            result['aux'] = _upsample(self.dsn_head(features[0]), x)
+        return result
+
+
+def _upsample(logits: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Logits at the size of the image, with corners aligned as in the official network: position i is pixel 8·i."""
+    return F.interpolate(logits, size=x.shape[2:], mode='bilinear', align_corners=True)
+
+
+def _conv_norm_act(dim: int, out_dim: int, kernel_size: int) -> list[nn.Module]:
+    """Convolution, then batch norm and ReLU nested in one module as in the official tensor names."""
+    return [
+        nn.Conv2d(dim, out_dim, kernel_size, padding=kernel_size // 2, bias=False),
+        nn.Sequential(nn.BatchNorm2d(out_dim), nn.ReLU(inplace=True)),
+    ]
+
+
+def isa_net(
+        backbone: str = 'resnet101',
+        num_classes: int = 21,
+        pretrained_backbone: bool = False,
+        aux_loss: bool = True,
+        group_size: int | tuple[int, int] = 8,
+        drop_rate: float = 0.05,
+        backbone_kwargs: dict[str, Any] | None = None,
+) -> ISANet:
+    """Build an ISANet on a timm backbone whose last stages are dilated to output stride 8.
+
+    The interlaced head is the official one: a 3×3 convolution to 512 channels, the interlaced block with d_k = 256 and
+    d_v = 512, its output beside its input, a 1×1 convolution to 512. The official backbone
+    has a stem of three 3×3 convolutions: that of timm's `resnet101s`.
+
+    Args:
+        backbone: Name of a timm model that takes `output_stride`: the ResNets, the zoo's with attention among them,
+            and most other convolutional networks.
+        num_classes: Number of classes, the background among them.
+        pretrained_backbone: Load the backbone's pretrained weights.
+        aux_loss: Have an auxiliary head on the last stage but one.
+        group_size: Groups (Ph, Pw) of the interlaced block; 8 × 8 in every experiment of the paper.
+        drop_rate: Dropout rate of whole channels before the classifiers.
+        backbone_kwargs: Arguments of `timm.create_model` for the backbone, such as `in_chans`.
+
+    Raises:
+        ValueError: There is no such backbone, it cannot be dilated, or an argument is out of its range.
+    """
+    check_model_name(backbone)
+    try:
+        features = timm.create_model(
+            backbone, pretrained=pretrained_backbone, features_only=True, output_stride=8, out_indices=(-2, -1),
+            **(backbone_kwargs or {}))
+    except (AssertionError, TypeError, NotImplementedError) as e:
+        if isinstance(e, TypeError) and 'output_stride' not in str(e):
+            raise
+        raise ValueError(_cannot_dilate(backbone, str(e))) from e
+    reduction = features.feature_info.reduction()
+    if reduction != [8, 8]:
+        raise ValueError(_cannot_dilate(backbone, f'its last maps have strides {reduction}'))
+    return ISANet(features, features.feature_info.channels(), num_classes, aux_loss, group_size, drop_rate)
+
+
+def _cannot_dilate(backbone: str, reason: str) -> str:
+    return (f"cannot build backbone '{backbone}' with output_stride=8{reason and ': '}{reason}; "
+            f"choose a network that can be dilated, such as 'resnet101' or 'ea_resnet50'")
