@@ -339,7 +339,22 @@ def test_end_of_one_process_ends_the_other(tmp_path, images, how, status):
     assert ("KeyError: 'unforeseen'" in second.said) == (how == 'failed')
 
 
-def test_more_processes_than_devices(monkeypatch):
+def exits_with_one_device(output: Path, images: Path) -> None:
+    os.environ['LOCAL_WORLD_SIZE'] = os.environ['WORLD_SIZE']
+    torch.accelerator.current_accelerator = lambda check_available: torch.device('cuda')
+    torch.accelerator.device_count = lambda: 1
+    exits(output, images, '--device', 'cuda')
+
+
+def test_more_processes_than_devices(tmp_path, images):
+    """The process that has a device does not wait for the one that has none."""
+    outcomes = in_processes(tmp_path, exits_with_one_device, tmp_path / 'output', images)
+    assert [outcome.status for outcome in outcomes] == [2, 2]
+    message = 'error: --nproc_per_node: there are more processes than the 1 cuda devices\n'
+    assert ''.join(outcome.said for outcome in outcomes) == message
+
+
+def test_more_processes_than_devices_without_torchrun(monkeypatch):
     for name, value in {'WORLD_SIZE': '8', 'LOCAL_RANK': '4'}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.accelerator, 'device_count', lambda: 4)
