@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from timm.data import IterableImageDataset
 from timm.data.readers.reader_wds import ReaderWds
+from torch.utils.data import get_worker_info
 
 from flatten_zoo.errors import UsageError, first_line
 
@@ -115,8 +117,16 @@ class CheckedStream(IterableImageDataset):
             self.reader._lazy_init()  # decides which part is whose
         self.reader.dist_num_replicas = 1  # no others whose number of images to match
 
+    def _seed_epoch(self) -> None:
+        """Shuffle WebDataset's buffer by random numbers that a continued run has again, as a loader's process does."""
+        if isinstance(self.reader, ReaderWds) and get_worker_info() is None:
+            self.reader.worker_seed = int(torch.randint(2 ** 63 - 1, ()))
+            self.reader.ds = None
+
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        if not self.reader.is_training:
+        if self.reader.is_training:
+            self._seed_epoch()
+        else:
             self._give_each_image_once()
         try:
             yield from super().__iter__()
