@@ -84,7 +84,7 @@ def check_columns(dataset: Dataset, name: str) -> None:
     row = reader.dataset[0]
     columns = [column for column, value in row.items() if value is not None]  # timm adds an empty one of images
     for option, key in (('--input-key', reader.image_key), ('--target-key', reader.label_key)):
-        if key.partition(',')[0] not in columns:
+        if key not in columns and key.partition('/')[0] not in columns:  # a path into a column
             raise UsageError(f"{option} {key}: '{name}' has no such column, but {', '.join(columns)}")
 
 
