@@ -182,3 +182,34 @@ def test_unreadable_image_of_a_hugging_face_dataset_is_named(tmp_path, capsys):
     line = refused(
         capsys, tmp_path / 'cache', '--dataset', f'hfds/{parquet}', '-j', 0, '--output', tmp_path / 'output')
     assert line == "error: cannot read the image '3.png'; remove or replace it"
+
+
+@pytest.mark.parametrize('options, message', [
+    ('wds/x --input-key tiff', "error: no image in 'wds/x' can be read"),
+    ('wds/x --target-key kind', "error: cannot read on in 'wds/x': Target key(s) ['kind'] require a json sidecar"),
+    ('hfds/{root}/parquet --input-key photo', "error: --input-key photo: 'hfds/{root}/parquet' has no such column, "
+                                              'but image, label'),
+    ('hfds/{root}/parquet --target-key kind', 'error: --target-key kind: '),
+    ('hfids/{root}/parquet --input-key photo', "error: 'hfids/{root}/parquet' has no column 'photo': name others by"),
+])
+@pytest.mark.parametrize('workers', [0, 1])
+def test_keys_that_are_not_there(root, tmp_path, capsys, options, message, workers):
+    options = options.format(root=root).split()
+    data = root / 'shards' if options[0].startswith('wds') else tmp_path / 'cache'
+    lengths = LENGTHS if options[0].startswith('hfids') else ()
+    line = refused(capsys, data, '--dataset', *options, *lengths, '-j', workers, '--output', tmp_path)
+    assert line.startswith(message.format(root=root))
+
+
+def test_validation_without_an_image(root, checkpoint, capsys):
+    options = ('--checkpoint', checkpoint, root / 'shards', '--dataset', 'wds/x', '--input-key', 'tiff', '-j', 0)
+    assert report_usage_errors(lambda: validate([*TINY, *map(str, options)])) == 2
+    assert 'error: test_resnet: no image can be read\n' in capsys.readouterr().err
+
+
+def test_passes_in_an_epoch(root, tmp_path, caplog):
+    """Of training, not of validation."""
+    options = [*layouts(root)['hfids parquet'], '-j', '0', '--epoch-repeats', '2', '--epochs', '1']
+    assert train([*TINY, *BRIEF, *options, '--output', str(tmp_path), '--log-interval', '1']) == 0
+    assert 'epoch 0/1  batch 12/12' in caplog.text
+    assert '72 for training and 15 for validation' in caplog.text

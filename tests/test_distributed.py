@@ -313,6 +313,30 @@ def test_unreadable_image_of_one_process_ends_both(tmp_path, images):
         f"error: cannot read the image '{bad}/train/red/3.png'; remove or replace it"]
 
 
+def diverges(output: Path, images: Path) -> None:
+    """Training in which a loss of the second process alone is not finite."""
+    original, batches = engine.Trainer._backward, []
+
+    def backward(self, *args):
+        batches.append(1)
+        loss = original(self, *args)
+        return loss * float('nan') if len(batches) == 3 and distributed.rank() == 1 else loss
+
+    engine.Trainer._backward = backward
+    exits(output, images)
+
+
+def test_divergence_of_one_process_ends_both(tmp_path, images):
+    outcomes = in_processes(tmp_path, diverges, tmp_path / 'output', images)
+    assert [outcome.status for outcome in outcomes] == [1, 2]
+    assert not any('Traceback' in outcome.said for outcome in outcomes)
+    last = tmp_path / 'output' / 'run' / 'last.pth.tar'
+    assert [line for outcome in outcomes for line in outcome.said.splitlines() if line.startswith('error')] == [
+        'error: epoch 1/3: the loss of batch 1 is nan; try a lower --lr than 0.02, more --warmup-epochs or '
+        f'--clip-grad 1; the last complete checkpoint is {last}']
+    assert torch.load(last, weights_only=True)['epoch'] == 0
+
+
 def dies(output: Path, images: Path, how: str) -> None:
     """Training in which the second process dies at its third update."""
     original, updates = engine.Trainer._update, []
@@ -339,7 +363,22 @@ def test_end_of_one_process_ends_the_other(tmp_path, images, how, status):
     assert ("KeyError: 'unforeseen'" in second.said) == (how == 'failed')
 
 
-def test_more_processes_than_devices(monkeypatch):
+def exits_with_one_device(output: Path, images: Path) -> None:
+    os.environ['LOCAL_WORLD_SIZE'] = os.environ['WORLD_SIZE']
+    torch.accelerator.current_accelerator = lambda check_available: torch.device('cuda')
+    torch.accelerator.device_count = lambda: 1
+    exits(output, images, '--device', 'cuda')
+
+
+def test_more_processes_than_devices(tmp_path, images):
+    """The process that has a device does not wait for the one that has none."""
+    outcomes = in_processes(tmp_path, exits_with_one_device, tmp_path / 'output', images)
+    assert [outcome.status for outcome in outcomes] == [2, 2]
+    message = 'error: --nproc_per_node: there are more processes than the 1 cuda devices\n'
+    assert ''.join(outcome.said for outcome in outcomes) == message
+
+
+def test_more_processes_than_devices_without_torchrun(monkeypatch):
     for name, value in {'WORLD_SIZE': '8', 'LOCAL_RANK': '4'}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.accelerator, 'device_count', lambda: 4)

@@ -234,6 +234,14 @@ def test_initial_checkpoint_is_where_training_starts(tmp_path, images):
     assert torch.equal(ours['fc.weight'], theirs['fc.weight'])
 
 
+def test_pretrained_path_is_where_all_but_the_classifier_starts(tmp_path, images):
+    first = train(tmp_path / 'a', images) / 'last.pth.tar'
+    second = train(tmp_path / 'b', images, '--pretrained-path', first, '--lr', 0) / 'last.pth.tar'
+    ours, theirs = weights(first), weights(second)
+    assert torch.equal(ours['conv1.0.weight'], theirs['conv1.0.weight'])
+    assert not torch.equal(ours['fc.weight'], theirs['fc.weight'])
+
+
 # Data
 
 def test_tar_files(tmp_path, images):
@@ -368,6 +376,7 @@ def test_checkpoints_that_do_not_fit(tmp_path, capsys, images):
     half.write_bytes(whole.read_bytes()[:100_000])
     assert f"'{half}' is incomplete" in refused(capsys, images, '--initial-checkpoint', half)
     assert 'there is no file' in refused(capsys, images, '--initial-checkpoint', tmp_path / 'none')
+    assert "--pretrained-path 'none': there is no such file" in refused(capsys, images, '--pretrained-path', 'none')
 
 
 def test_earlier_runs_are_not_overwritten(tmp_path, capsys, images):

@@ -21,7 +21,7 @@ from flatten_zoo.training.checkpoints import last_checkpoint
 from flatten_zoo.training.randomness import random_state, set_random_state
 from flatten_zoo.training.train import main
 
-from .tiny_images import write_images
+from .tiny_images import write_images, write_shards
 
 ROOT = Path(__file__).parents[1]
 TINY = shlex.split(
@@ -121,6 +121,18 @@ def test_interrupted_run_ends_like_one_that_was_not(tmp_path, images, monkeypatc
         interrupt(patch, 2)
         assert train(tmp_path / 'parts', images, *options, '--resume', 'auto') == 130
     assert train(tmp_path / 'parts', images, *options, '--resume', 'auto') == 0
+    assert_same_end(tmp_path / 'whole' / 'run', tmp_path / 'parts' / 'run')
+
+
+@pytest.mark.parametrize('workers', [0, 2])
+def test_interrupted_stream_ends_like_one_that_was_not(tmp_path, images, monkeypatch, workers):
+    shards = write_shards(tmp_path / 'shards', images)
+    options = ('--dataset', 'wds/tiny', '-j', workers)
+    assert train(tmp_path / 'whole', shards, *options) == 0
+    with monkeypatch.context() as patch:
+        interrupt(patch, 2)
+        assert train(tmp_path / 'parts', shards, *options, '--resume', 'auto') == 130
+    assert train(tmp_path / 'parts', shards, *options, '--resume', 'auto') == 0
     assert_same_end(tmp_path / 'whole' / 'run', tmp_path / 'parts' / 'run')
 
 

@@ -17,7 +17,7 @@ from flatten_zoo.errors import UsageError, first_line
 from .augmentation import allow_strongest_posterize
 from .distributed import world_size
 from .numerics import Numerics
-from .sources import CheckedStream, LoadingError, check_source
+from .sources import CheckedStream, LoadingError, check_columns, check_source
 from .views import Views
 
 __all__ = [
@@ -95,7 +95,7 @@ def open_dataset(
         dataset = create_dataset(
             args.dataset, root=root, split=split, search_split=False, is_training=is_training,
             class_map=args.class_map, download=args.dataset_download, batch_size=batch_size, seed=args.seed,
-            repeats=getattr(args, 'epoch_repeats', 0), num_samples=num_samples,
+            repeats=args.epoch_repeats if is_training else 0, num_samples=num_samples,
             input_img_mode=args.input_img_mode or ('RGB' if channels == 3 else 'L'),
             input_key=args.input_key, target_key=args.target_key, trust_remote_code=args.dataset_trust_remote_code)
     except Exception as e:
@@ -103,6 +103,7 @@ def open_dataset(
         raise UsageError(f'cannot read the data {name}: {first_line(e)}') from e
     if isinstance(dataset, torch.utils.data.IterableDataset):
         return CheckedStream(dataset, args.dataset)
+    check_columns(dataset, args.dataset)
     return CheckedImages(dataset)
 
 

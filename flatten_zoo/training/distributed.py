@@ -59,7 +59,7 @@ def join(device: torch.device) -> torch.device:
     backend = 'gloo'
     if device.type != 'cpu':
         devices = torch.accelerator.device_count()
-        if local_rank >= devices:
+        if int(os.environ.get('LOCAL_WORLD_SIZE', local_rank + 1)) > devices:  # in all of them, also those with one
             raise UsageError(f'--nproc_per_node: there are more processes than the {devices} {device.type} devices')
         backend = f'cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}'
     try:

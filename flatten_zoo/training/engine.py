@@ -16,6 +16,8 @@ from timm.task.evaluator import ClassificationEvaluator
 from timm.utils import dispatch_clip_grad, unwrap_model
 from torch import nn
 
+from flatten_zoo.errors import UsageError
+
 from .distributed import distribute_batch_norm, gathered, is_first, rank, total, world_size
 from .divergence import EpochLoss, check_weights
 from .logs import log
@@ -313,6 +315,9 @@ def evaluate(
 
     Returns:
         'loss', and 'top1' and 'top5' in percent, over the images of all processes.
+
+    Raises:
+        UsageError: There is no image.
     """
     model.eval()
     progress = Progress(loader, label, log_interval, in_step=False)
@@ -325,4 +330,6 @@ def evaluate(
         if progress.advance(len(images)):
             figures = evaluator.summary()
             progress.show(loss=f"{figures['loss']:.4f}", top1=f"{figures['top1']:.2f}", top5=f"{figures['top5']:.2f}")
+    if not total(evaluator.num_samples)[0]:
+        raise UsageError(f'{label}: no image can be read')
     return evaluator.compute(distributed=world_size() > 1)

@@ -5,12 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from timm.data import IterableImageDataset
 from timm.data.readers.reader_wds import ReaderWds
+from torch.utils.data import Dataset, get_worker_info
 
 from flatten_zoo.errors import UsageError, first_line
 
-__all__ = ['CheckedStream', 'LoadingError', 'check_source']
+__all__ = ['CheckedStream', 'LoadingError', 'check_columns', 'check_source']
 
 # prefix of --dataset: the package that reads it, and what to install for it
 KINDS = {
@@ -70,6 +72,22 @@ def _check_shards_are_named(root: str | None, split: str) -> None:
             f"--train-split 'train-{{0000..0145}}.tar' --train-num-samples 1281167")
 
 
+def check_columns(dataset: Dataset, name: str) -> None:
+    """Refuse a Hugging Face dataset without the columns that are to be read, which would fail at the first image.
+
+    Raises:
+        UsageError: The columns that there are.
+    """
+    reader = getattr(dataset, 'reader', None)
+    if not name.lower().startswith('hfds/') or not len(reader):
+        return
+    row = reader.dataset[0]
+    columns = [column for column, value in row.items() if value is not None]  # timm adds an empty one of images
+    for option, key in (('--input-key', reader.image_key), ('--target-key', reader.label_key)):
+        if key not in columns and key.partition('/')[0] not in columns:  # a path into a column
+            raise UsageError(f"{option} {key}: '{name}' has no such column, but {', '.join(columns)}")
+
+
 def _is_remote(path: str) -> bool:
     return '://' in path or path.startswith('pipe:')
 
@@ -115,10 +133,25 @@ class CheckedStream(IterableImageDataset):
             self.reader._lazy_init()  # decides which part is whose
         self.reader.dist_num_replicas = 1  # no others whose number of images to match
 
+    def _seed_epoch(self) -> None:
+        """Shuffle WebDataset's buffer by random numbers that a continued run has again, as a loader's process does."""
+        if isinstance(self.reader, ReaderWds) and get_worker_info() is None:
+            self.reader.worker_seed = int(torch.randint(2 ** 63 - 1, ()))
+            self.reader.ds = None
+
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        if not self.reader.is_training:
+        if self.reader.is_training:
+            self._seed_epoch()
+        else:
             self._give_each_image_once()
+        empty = True
         try:
-            yield from super().__iter__()
-        except (OSError, RuntimeError, SyntaxError) as e:
+            for image in super().__iter__():
+                empty = False
+                yield image
+        except KeyError as e:
+            raise LoadingError(f"'{self.name}' has no column {e}: name others by --input-key and --target-key") from e
+        except (OSError, RuntimeError, SyntaxError, ValueError) as e:
             raise LoadingError(f"cannot read on in '{self.name}': {first_line(e)}") from e
+        if empty and self.reader.is_training:
+            raise LoadingError(f"no image in '{self.name}' can be read")
