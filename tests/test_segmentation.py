@@ -125,6 +125,8 @@ def test_batches_are_padded(example):
 @pytest.mark.parametrize('arguments, message', [
     (['--data', 'nowhere'], "there is no folder 'nowhere'"),
     (['--batch-size', '0'], '--batch-size must be positive, got 0'),
+    (['--workers', '-1'], '--workers must not be negative, got -1'),
+    (['--device', 'abacus'], '--device abacus: '),
     (['--lr', '1e20'], 'the loss is nan: try a lower --lr'),
     (['--shapes', '4'], '--batch-size 16 is more than the 4 training images'),
     (['--backbone', 'flatten_pvt_v2_b9'], "unknown model 'flatten_pvt_v2_b9'; did you mean flatten_pvt_v2_b"),
