@@ -233,6 +233,8 @@ def test_no_feature_maps():
 @pytest.mark.parametrize('arguments, message', [
     (('test_resnet', '-o', 'model.pt2'), "-o 'model.pt2': the name of a file of --format onnx ends in .onnx"),
     (('test_resnet', '-o', 'model.onnx', '--img-size', 0), '--img-size must be one or two positive numbers, got 0'),
+    (('test_resnet', '-o', 'model.onnx', '--img-size', 40, 31, '--dynamic', 'size'), 'needs at least 32 each way'),
+    (('test_resnet', '--format', 'pt2', '-o', '/proc/model.pt2', '--img-size', 32), "cannot write '/proc/model.pt2': "),
     (('test_resne', '-o', 'model.onnx'), "unknown model 'test_resne'; did you mean test_resnet"),
     (('flatten_swin_t', '-o', 'model.onnx', '--img-size', 3), "cannot build 'flatten_swin_t'"),
     (('test_resnet', '-o', 'model.onnx', '--checkpoint', 'none.pth'), "there is no file 'none.pth'"),
@@ -246,6 +248,17 @@ def test_mistakes_are_one_line_and_status_2(arguments, message, capsys, tmp_path
         status = e.code
     assert status == 2 and message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_in_the_way(tmp_path, capsys):
+    for name in ('a.onnx.data', 'a.onnx.json'):
+        (tmp_path / name).write_text('precious')
+        assert run_export('test_resnet', '-o', tmp_path / 'a.onnx') == 2
+        assert f"{name}' is there already" in capsys.readouterr().err and (tmp_path / name).read_text() == 'precious'
+        (tmp_path / name).unlink()
+    (tmp_path / 'b.onnx').mkdir()
+    assert run_export('test_resnet', '--force', '-o', tmp_path / 'b.onnx') == 2
+    assert "b.onnx' is a folder" in capsys.readouterr().err
 
 
 def test_missing_runtime_is_named(tmp_path, monkeypatch):
