@@ -123,7 +123,8 @@ class Network(nn.Module):
     def __init__(self, args: argparse.Namespace, num_classes: int):
         super().__init__()
         common = {'encoder_weights': args.pretrained or None, 'classes': num_classes}
-        if getattr(get_pretrained_cfg(args.backbone), 'fixed_input_size', False):
+        cfg = get_pretrained_cfg(args.backbone)
+        if getattr(cfg, 'fixed_input_size', False):
             common['dynamic_img_size'] = True
         channels = args.decoder_channels
         if args.model == 'isa_net':
@@ -134,7 +135,8 @@ class Network(nn.Module):
             self.model = smp.FPN(
                 f'tu-{args.backbone}', decoder_pyramid_channels=channels, decoder_segmentation_channels=channels,
                 **common)
-        self.normalize = v2.Normalize(IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
+        self.normalize = v2.Normalize(  # as the backbone wants it
+            getattr(cfg, 'mean', IMAGENET_DEFAULT_MEAN), getattr(cfg, 'std', IMAGENET_DEFAULT_STD))
 
     def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
         logits = self.model(self.normalize(images))
