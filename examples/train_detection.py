@@ -16,7 +16,7 @@ from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks, make
 from tqdm import tqdm
 
 from flatten_zoo.dense import LEVELS, CocoInstances, CocoScores, coco_split, faster_rcnn, mask_rcnn, write_shapes
-from flatten_zoo.errors import UsageError, report_usage_errors
+from flatten_zoo.errors import UsageError, first_line, report_usage_errors
 from flatten_zoo.files import write_beside
 from flatten_zoo.models.attention_resnet import OPERATORS
 
@@ -32,7 +32,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add(model, '--backbone', 'any model of timm with stages', default='flatten_pvt_v2_b0', metavar='NAME')
     add(model, '--attention', 'on the feature pyramid', default='ea', choices=['none', *OPERATORS])
     model.add_argument(
-        '--levels', nargs='+', default=list(LEVELS), metavar='LEVEL',
+        '--levels', nargs='+', default=list(LEVELS), choices=LEVELS, metavar='LEVEL',
         help=f'levels that attention comes after (default: {" ".join(LEVELS)})')
     model.add_argument('--boxes-only', action='store_true', help='Faster R-CNN in place of Mask R-CNN')
     model.add_argument(
@@ -58,9 +58,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def check_args(args: argparse.Namespace) -> None:
     """Finds what would go wrong later, and makes the output folder."""
-    for name in ('image_size', 'regions', 'shapes', 'epochs', 'batch_size'):
-        if getattr(args, name) < 1:
+    for name in ('image_size', 'regions', 'shapes', 'epochs', 'batch_size', 'lr'):
+        if not getattr(args, name) > 0:
             raise UsageError(f'--{name.replace("_", "-")} must be positive, got {getattr(args, name)}')
+    if args.workers < 0:
+        raise UsageError(f'--workers must not be negative, got {args.workers}')
+    try:
+        torch.empty(0, device=args.device)
+    except (AssertionError, RuntimeError) as e:
+        raise UsageError(f'--device {args.device}: {first_line(e)}') from e
     if (args.output / 'last.pth').exists():
         raise UsageError(f"'{args.output}' holds a trained network already: give another folder with --output")
     try:
@@ -90,11 +96,14 @@ def load_data(args: argparse.Namespace) -> tuple[CocoInstances, CocoInstances]:
 
 def build_model(args: argparse.Namespace, num_classes: int) -> FasterRCNN:
     attention = None if args.attention == 'none' else args.attention
-    return (faster_rcnn if args.boxes_only else mask_rcnn)(
-        args.backbone, num_classes, attention, args.levels, pretrained_backbone=args.pretrained,
-        # the proportions of torchvision's defaults
-        min_size=args.image_size, max_size=args.image_size * 5 // 3, box_batch_size_per_image=args.regions,
-        rpn_post_nms_top_n_train=4 * args.regions, rpn_post_nms_top_n_test=2 * args.regions)
+    try:
+        return (faster_rcnn if args.boxes_only else mask_rcnn)(
+            args.backbone, num_classes, attention, args.levels, pretrained_backbone=args.pretrained,
+            # the proportions of torchvision's defaults
+            min_size=args.image_size, max_size=args.image_size * 5 // 3, box_batch_size_per_image=args.regions,
+            rpn_post_nms_top_n_train=4 * args.regions, rpn_post_nms_top_n_test=2 * args.regions)
+    except (RuntimeError, ValueError) as e:
+        raise UsageError(f'cannot build the network with --backbone {args.backbone}: {first_line(e)}') from e
 
 
 def train_epoch(model: FasterRCNN, loader: DataLoader, optimizer, schedule, device: str) -> float:

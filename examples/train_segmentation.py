@@ -23,7 +23,7 @@ from torchvision.utils import draw_segmentation_masks, make_grid, save_image
 from tqdm import tqdm
 
 from flatten_zoo.dense import CocoSemantic, SegmentationScores, coco_split, isa_net, segmentation_losses, write_shapes
-from flatten_zoo.errors import UsageError, report_usage_errors
+from flatten_zoo.errors import UsageError, first_line, report_usage_errors
 from flatten_zoo.files import write_beside
 from flatten_zoo.models.build import check_model_name
 
@@ -65,9 +65,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def check_args(args: argparse.Namespace) -> None:
     """Finds what would go wrong later, and makes the output folder."""
-    for name in ('decoder_channels', 'image_size', 'shapes', 'epochs', 'batch_size'):
-        if getattr(args, name) < 1:
+    for name in ('decoder_channels', 'image_size', 'shapes', 'epochs', 'batch_size', 'lr'):
+        if not getattr(args, name) > 0:
             raise UsageError(f'--{name.replace("_", "-")} must be positive, got {getattr(args, name)}')
+    if args.workers < 0:
+        raise UsageError(f'--workers must not be negative, got {args.workers}')
+    try:
+        torch.empty(0, device=args.device)
+    except (AssertionError, RuntimeError) as e:
+        raise UsageError(f'--device {args.device}: {first_line(e)}') from e
     check_model_name(args.backbone)
     if (args.output / 'last.pth').exists():
         raise UsageError(f"'{args.output}' holds a trained network already: give another folder with --output")
@@ -117,7 +123,8 @@ class Network(nn.Module):
     def __init__(self, args: argparse.Namespace, num_classes: int):
         super().__init__()
         common = {'encoder_weights': args.pretrained or None, 'classes': num_classes}
-        if getattr(get_pretrained_cfg(args.backbone), 'fixed_input_size', False):
+        cfg = get_pretrained_cfg(args.backbone)
+        if getattr(cfg, 'fixed_input_size', False):
             common['dynamic_img_size'] = True
         channels = args.decoder_channels
         if args.model == 'isa_net':
@@ -128,7 +135,8 @@ class Network(nn.Module):
             self.model = smp.FPN(
                 f'tu-{args.backbone}', decoder_pyramid_channels=channels, decoder_segmentation_channels=channels,
                 **common)
-        self.normalize = v2.Normalize(IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
+        self.normalize = v2.Normalize(  # as the backbone wants it
+            getattr(cfg, 'mean', IMAGENET_DEFAULT_MEAN), getattr(cfg, 'std', IMAGENET_DEFAULT_STD))
 
     def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
         logits = self.model(self.normalize(images))
@@ -139,7 +147,7 @@ def build_network(args: argparse.Namespace, num_classes: int) -> Network:
     try:
         return Network(args, num_classes).to(args.device)
     except (RuntimeError, TypeError, ValueError) as e:
-        raise UsageError(f'cannot build {args.model} with --backbone {args.backbone}: {e}') from e
+        raise UsageError(f'cannot build {args.model} with --backbone {args.backbone}: {first_line(e)}') from e
 
 
 def train_epoch(network: Network, loader: DataLoader, optimizer, schedule, device: str) -> float:

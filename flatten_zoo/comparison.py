@@ -142,11 +142,25 @@ def compare_stages(name: str, size: int, device: torch.device) -> list[Compariso
     Raises:
         UsageError: As in `compare`, or there are no stages.
     """
-    if name in OPERATORS or not hasattr(_build(name, size, 'meta')[0], 'feature_info'):
-        raise UsageError(f"--stages: '{name}' has no stages")
+    if name in OPERATORS:
+        raise UsageError(f"--stages: '{name}' is an operator and has no stages")
     module, shape, _ = _count_affordable(name, size, device)
+    try:
+        inputs = _stage_inputs(module, shape)
+        counts = {stage: count(module.get_submodule(stage), x) for stage, x in inputs.items()}
+    except (AttributeError, IndexError, TypeError) as e:  # stages that are no modules, or take more than one map
+        raise UsageError(f"--stages: '{name}' has no stages that can be run by themselves") from e
     real, _ = _build(name, size, device)
-    inputs = {}
+    rows = []
+    for stage, counted in counts.items():
+        peak = peak_memory(real.get_submodule(stage), torch.randn(inputs[stage], device=device))
+        rows.append(Comparison(f'{name} {stage}', size, replace(counted, peak_memory=peak), None))
+    return rows
+
+
+def _stage_inputs(module: nn.Module, shape: tuple[int, ...]) -> dict[str, torch.Size]:
+    """Shapes of the inputs of a model's stages, by their modules, for an image of that shape on the meta device."""
+    inputs: dict[str, torch.Size] = {}
     hooks = [
         module.get_submodule(info['module']).register_forward_pre_hook(
             lambda _, args, stage=info['module']: inputs.update({stage: args[0].shape}))
@@ -154,12 +168,9 @@ def compare_stages(name: str, size: int, device: torch.device) -> list[Compariso
     module(torch.empty(shape, device='meta'))
     for hook in hooks:
         hook.remove()
-    rows = []
-    for stage, stage_shape in inputs.items():
-        counted = count(module.get_submodule(stage), stage_shape)
-        peak = peak_memory(real.get_submodule(stage), torch.randn(stage_shape, device=device))
-        rows.append(Comparison(f'{name} {stage}', size, replace(counted, peak_memory=peak), None))
-    return rows
+    if inputs.keys() != {info['module'] for info in module.feature_info}:
+        raise AttributeError('a stage that is not called as a module')
+    return inputs
 
 
 def _count_affordable(

@@ -111,24 +111,29 @@ def export(
     check_output(output, format, force)
     config = resolve_model_data_config(model)
     shape = (1, config['input_size'][0], *(two_sides(img_size) if img_size else config['input_size'][1:]))
+    if dynamic in ('size', 'both') and min(shape[2:]) < AXES[2][1]:
+        raise UsageError(f'--img-size {shape[2]} {shape[3]}: --dynamic {dynamic} needs at least {AXES[2][1]} each way')
     dtype = torch.float16 if half else torch.float32
     network = (feature_network(model) if task == 'features' else model).to(dtype)
     names = output_names(network)
     program = trace(network, torch.zeros(shape, dtype=dtype), dynamic)
-    with write_beside(description) as temporary_description, write_beside(output) as temporary:
-        if format == 'onnx':
-            opset = save_onnx(program, temporary, names, dynamic)
-            run = load_onnx(temporary)
-        else:
-            opset = None
-            torch.export.save(program, temporary)
-            run = load_program(temporary)
-        difference = compare(run, network, check_shapes(shape, dynamic), dtype)
-        about = describe(network, config, shape, dynamic, dtype, names, opset)
-        about |= {'weights': weights, 'largest_difference': difference}
-        temporary_description.write_text(json.dumps(about, indent=2) + '\n')
-        if external_data(temporary).is_file():
-            os.replace(external_data(temporary), external_data(output))
+    try:
+        with write_beside(description) as temporary_description, write_beside(output) as temporary:
+            if format == 'onnx':
+                opset = save_onnx(program, temporary, names, dynamic)
+                run = load_onnx(temporary)
+            else:
+                opset = None
+                torch.export.save(program, temporary)
+                run = load_program(temporary)
+            difference = compare(run, network, check_shapes(shape, dynamic), dtype)
+            about = describe(network, config, shape, dynamic, dtype, names, opset)
+            about |= {'weights': weights, 'largest_difference': difference}
+            temporary_description.write_text(json.dumps(about, indent=2) + '\n')
+            if external_data(temporary).is_file():
+                os.replace(external_data(temporary), external_data(output))
+    except OSError as e:  # a full disk, a folder that is not ours
+        raise UsageError(f"cannot write '{output}': {e.strerror or first_line(e)}") from e
     return difference
 
 
@@ -141,7 +146,9 @@ def check_output(output: Path, format: str, force: bool) -> None:
     """Raise a `UsageError` unless files of that format can be written there."""
     if output.suffix != f'.{format}':
         raise UsageError(f"-o '{output}': the name of a file of --format {format} ends in .{format}")
-    for path in (output, description_of(output)):
+    for path in (output, description_of(output), external_data(output)):
+        if path.is_dir():
+            raise UsageError(f"'{path}' is a folder: choose another name")
         if path.exists() and not force:
             raise UsageError(f"'{path}' is there already: choose another name, or --force to overwrite it")
     if format == 'onnx':

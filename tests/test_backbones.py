@@ -1,4 +1,5 @@
 """Every model as a backbone at the sizes of detection and segmentation: maps, their cost, and frozen parts."""
+import csv
 import math
 
 import pytest
@@ -6,6 +7,7 @@ import timm
 import torch
 from timm.utils import freeze
 
+from flatten_zoo.cli import main
 from flatten_zoo.comparison import compare_stages
 from flatten_zoo.complexity import count
 from flatten_zoo.weights import zoo_models
@@ -128,6 +130,21 @@ def test_other_stages_do_not():
     growth = {name.split()[1]: b / a for name, (a, b) in by_stage.items() if a}
     assert growth['layer1'] == growth['layer2'] == 4
     assert growth['layer3'] > 4 and growth['layer4'] > 4
+
+
+def test_command_shows_linear_growth(capsys):
+    assert main(['complexity', 'flatten_pvt_v2_b0', '--stages', '--img-size', '64', '128', '--format', 'csv']) == 0
+    header, *rows = csv.reader(capsys.readouterr().out.splitlines())
+    macs = {(row[0], row[1]): int(row[header.index('macs')]) for row in rows}
+    for stage in range(4):
+        name = f'flatten_pvt_v2_b0 stages.{stage}'
+        assert macs[name, '128'] == 4 * macs[name, '64'] > 0
+
+
+@pytest.mark.parametrize('name', ['ea', 'hrnet_w18_small', 'pit_ti_224', 'coat_tiny', 'xcit_nano_12_p16_224'])
+def test_models_without_stages_of_their_own(name, capsys):
+    assert main(['complexity', name, '--stages']) == 2
+    assert f"error: --stages: '{name}' " in capsys.readouterr().err
 
 
 FROZEN = {  # what detection freezes: the stem and the first stage

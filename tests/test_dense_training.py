@@ -101,11 +101,14 @@ def test_example_on_a_coco_folder_without_masks(tmp_path):
     (['--batch-size', 5], '--batch-size 5 is more than the 4 training images'),
     (['--data', 'nowhere'], "there is no folder 'nowhere'"),
     (['--backbone', 'flatten_pvt_v2_b9'], "unknown model 'flatten_pvt_v2_b9'"),
-    (['--levels', 'fpn7'], 'attention_levels must be of'),
+    (['--backbone', 'flatten_deit_t'], 'with --backbone flatten_deit_t: a feature pyramid needs'),
+    (['--workers', -1], '--workers must not be negative, got -1'),
+    (['--lr', 0], '--lr must be positive, got 0'),
+    (['--device', 'abacus'], '--device abacus: '),
     (['--lr', 1e20, '--epochs', 2], 'try a lower --lr'),
 ])
 def test_bad_arguments_of_the_example(tmp_path, arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         run_example(*TINY, '--output', tmp_path, *arguments)
     assert not (tmp_path / 'last.pth').exists()
 

@@ -1,4 +1,5 @@
 """Exported files: outputs as of the model, also at sizes that the export has not seen, and what is beside them."""
+import itertools
 import json
 import sys
 
@@ -54,17 +55,25 @@ def test_one_file_for_many_batches(name, task, format, tmp_path):
     assert_same(path, network, [(batch, 64, 64) for batch in (1, 2, 5)])
 
 
+QUICK = [('flatten_pvt_t', 'features', 'onnx'), ('issa_resnet50', 'features', 'pt2')]
+
+
 @pytest.mark.parametrize(('name', 'task', 'format'), [
-    ('flatten_pvt_t', 'features', 'onnx'), ('issa_resnet50', 'features', 'pt2'),
-    *[pytest.param(name, task, format, marks=pytest.mark.slow)
-      for name in (*SMALL, *RESNETS) if name != 'flatten_swin_t'  # its windows fix the size
-      for task, format in (('classification', 'onnx'), ('features', 'pt2'), ('features', 'onnx'))],
-])
+    case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow)
+    for case in itertools.product((*SMALL, *RESNETS), ('classification', 'features'), ('onnx', 'pt2'))])
 def test_one_file_for_many_sizes(name, task, format, tmp_path):
     model = small(name, **({'dynamic_img_size': True} if name in FIXED_SIZE else {}))
     path = tmp_path / f'model.{format}'
     assert export(model, path, task, format, (50, 76), 'both') < 1e-4
     assert_same(path, feature_network(model) if task == 'features' else model, UNSEEN)
+
+
+def test_shifted_windows_leave_the_size_open(tmp_path):
+    model = create_small(
+        'flatten_swin_t', depths=(1, 2), num_heads=(1, 2), attn_types=('linear', 'softmax'), dynamic_img_size=True)
+    path = tmp_path / 'swin.pt2'
+    assert export(model, path, 'classification', 'pt2', (50, 76), 'both') < 1e-4
+    assert_same(path, model, UNSEEN)
 
 
 @pytest.mark.slow
@@ -203,17 +212,29 @@ def test_a_wrong_file_does_not_stay(wrong, format, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-def test_size_that_windows_fix(tmp_path):
-    model = create_small('flatten_swin_t', dynamic_img_size=True)
-    with pytest.raises(UsageError, match="--dynamic size: the graph of 'flatten_swin_t' depends on the .*--img-size"):
+def test_graph_that_depends_on_the_size(tmp_path):
+    """timm's own Swin; that of the zoo has no such limit."""
+    model = timm.create_model(
+        'swin_tiny_patch4_window7_224', depths=(2,), num_heads=(1,), embed_dim=8, window_size=2, img_size=64,
+        strict_img_size=False).eval()
+    with pytest.raises(UsageError, match="--dynamic size: the graph of 'swin_tiny_.*' depends on the .*--img-size"):
         export(model, tmp_path / 'swin.pt2', format='pt2', img_size=(64, 64), dynamic='size')
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_feature_maps():
+    """A network that somebody registered with timm, without timm's `forward_intermediates`."""
+    model = torch.nn.Identity()
+    model.pretrained_cfg = {'architecture': 'test_resnet'}
+    with pytest.raises(UsageError, match="--task features: 'test_resnet' gives no feature maps"):
+        feature_network(model)
 
 
 @pytest.mark.parametrize('arguments, message', [
     (('test_resnet', '-o', 'model.pt2'), "-o 'model.pt2': the name of a file of --format onnx ends in .onnx"),
     (('test_resnet', '-o', 'model.onnx', '--img-size', 0), '--img-size must be one or two positive numbers, got 0'),
+    (('test_resnet', '-o', 'model.onnx', '--img-size', 40, 31, '--dynamic', 'size'), 'needs at least 32 each way'),
+    (('test_resnet', '--format', 'pt2', '-o', '/proc/model.pt2', '--img-size', 32), "cannot write '/proc/model.pt2': "),
     (('test_resne', '-o', 'model.onnx'), "unknown model 'test_resne'; did you mean test_resnet"),
     (('flatten_swin_t', '-o', 'model.onnx', '--img-size', 3), "cannot build 'flatten_swin_t'"),
     (('test_resnet', '-o', 'model.onnx', '--checkpoint', 'none.pth'), "there is no file 'none.pth'"),
@@ -227,6 +248,17 @@ def test_mistakes_are_one_line_and_status_2(arguments, message, capsys, tmp_path
         status = e.code
     assert status == 2 and message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_in_the_way(tmp_path, capsys):
+    for name in ('a.onnx.data', 'a.onnx.json'):
+        (tmp_path / name).write_text('precious')
+        assert run_export('test_resnet', '-o', tmp_path / 'a.onnx') == 2
+        assert f"{name}' is there already" in capsys.readouterr().err and (tmp_path / name).read_text() == 'precious'
+        (tmp_path / name).unlink()
+    (tmp_path / 'b.onnx').mkdir()
+    assert run_export('test_resnet', '--force', '-o', tmp_path / 'b.onnx') == 2
+    assert "b.onnx' is a folder" in capsys.readouterr().err
 
 
 def test_missing_runtime_is_named(tmp_path, monkeypatch):

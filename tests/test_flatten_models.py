@@ -179,12 +179,17 @@ def test_window_checkpoint_for_a_linear_stage_is_refused():
         flatten_swin.checkpoint_filter_fn(plain.state_dict(), create_small('flatten_swin_t'))
 
 
-def test_all_softmax_swin_is_timm_swin():
-    plain = SwinTransformer(**SMALL['flatten_swin_t']).eval()
-    model = timm.create_model('flatten_swin_t', attn_types='softmax', **SMALL['flatten_swin_t']).eval()
-    model.load_state_dict(plain.state_dict())
-    x = torch.randn(2, 3, 64, 64)
-    assert torch.equal(model(x), plain(x))
+@pytest.mark.parametrize('window_size', [2, 3])
+def test_all_softmax_swin_is_timm_swin(window_size):
+    """Also where maps are padded for the windows and for merging."""
+    for kwargs, sizes in ({}, [(64, 64)]), ({'strict_img_size': False}, [(64, 64), (100, 52)]):
+        kwargs = {**SMALL['flatten_swin_t'], 'window_size': window_size, **kwargs}
+        plain = SwinTransformer(**kwargs).eval()
+        model = timm.create_model('flatten_swin_t', attn_types='softmax', **kwargs).eval()
+        model.load_state_dict(plain.state_dict())
+        for size in sizes:
+            x = torch.randn(2, 3, *size)
+            assert torch.equal(model.forward_features(x), plain.forward_features(x))
 
 
 @families

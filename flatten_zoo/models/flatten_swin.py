@@ -10,8 +10,9 @@ import re
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from timm.models import generate_default_cfgs, register_model, swin_transformer
-from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock
+from timm.models.swin_transformer import PatchMerging, SwinTransformer, SwinTransformerBlock
 from torch import nn
 
 from ._flatten import (
@@ -67,6 +68,42 @@ class FlattenSwinBlock(nn.Module):
         return x + self.drop_path2(self.mlp(self.norm2(x)))
 
 
+class WindowBlock(SwinTransformerBlock):
+    """timm's Swin block, with its windows laid out so that an exported graph can leave the image size open."""
+
+    def _attn(self, x: torch.Tensor) -> torch.Tensor:
+        B, H, W, C = x.shape
+        rows = (H + self.window_size[0] - 1) // self.window_size[0]
+        columns = (W + self.window_size[1] - 1) // self.window_size[1]
+        H_padded, W_padded = rows * self.window_size[0], columns * self.window_size[1]
+        has_shift = any(self.shift_size)
+        if has_shift:
+            x = torch.roll(x, shifts=(-self.shift_size[0], -self.shift_size[1]), dims=(1, 2))
+        x = F.pad(x, (0, 0, 0, W_padded - W, 0, H_padded - H))
+        attn_mask = self.get_attn_mask(x) if self.dynamic_mask else self.attn_mask
+        x = x.reshape(B, rows, self.window_size[0], columns, self.window_size[1], C).transpose(2, 3)
+        x = self.attn(x.reshape(B * rows * columns, self.window_area, C), mask=attn_mask)
+        x = x.reshape(B, rows, columns, self.window_size[0], self.window_size[1], C).transpose(2, 3)
+        x = x.reshape(B, H_padded, W_padded, C)[:, :H, :W]
+        if has_shift:
+            x = torch.roll(x, shifts=(self.shift_size[0], self.shift_size[1]), dims=(1, 2))
+        return x
+
+
+class EvenPatchMerging(PatchMerging):
+    """timm's patch merging, with a padded size that stays a short expression in such a graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        B, H, W, C = x.shape
+        rows, columns = (H + 1) // 2, (W + 1) // 2
+        x = F.pad(x, (0, 0, 0, 2 * columns - W, 0, 2 * rows - H))
+        x = x.reshape(B, rows, 2, columns, 2, C).permute(0, 1, 3, 4, 2, 5).flatten(3)
+        return self.reduction(self.norm(x))
+
+
+_EXPORTABLE = {SwinTransformerBlock: WindowBlock, PatchMerging: EvenPatchMerging}  # same tensors, same results
+
+
 def flatten_stages(model: SwinTransformer, attn_types: Sequence[str], **kwargs) -> None:
     """Give the linear stages of a Swin focused linear attention, in place.
 
@@ -82,7 +119,7 @@ def flatten_stages(model: SwinTransformer, attn_types: Sequence[str], **kwargs) 
         stage for stage, attn_type in zip(model.layers, attn_types, strict=True) if attn_type == 'linear']
     for stage in linear_stages:
         for block in stage.blocks:
-            if type(block) is not SwinTransformerBlock:
+            if type(block) not in (SwinTransformerBlock, WindowBlock):
                 raise ValueError(f'cannot convert a {type(block).__name__}: only a SwinTransformerBlock')
     for stage in linear_stages:
         stage.blocks = nn.Sequential(*[FlattenSwinBlock(block, **kwargs) for block in stage.blocks])
@@ -114,6 +151,9 @@ class FlattenSwin(SwinTransformer):
         super().__init__(img_size, embed_layer=embed_layer, **kwargs)
         attn_types = resolve_attn_types(attn_types, self.num_layers)
         flatten_stages(self, attn_types, focusing_factor=focusing_factor, kernel_size=kernel_size)
+        for module in self.modules():
+            if type(module) in _EXPORTABLE:  # timm's stages have no argument for these classes
+                module.__class__ = _EXPORTABLE[type(module)]
 
 
 def checkpoint_filter_fn(checkpoint: dict, model: nn.Module) -> dict[str, torch.Tensor]:
