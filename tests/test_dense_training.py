@@ -121,10 +121,11 @@ def test_output_is_not_lost(tmp_path):
         run_example('--output', tmp_path / 'last.pth' / 'below')
 
 
-def test_example_shows_its_options_and_mistakes():
+def test_example_says_mistakes_in_one_line(tmp_path):
     environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
     done = subprocess.run(
-        [sys.executable, SCRIPT, '--data', 'nowhere'], env=environment, capture_output=True, text=True)
+        [sys.executable, SCRIPT, '--data', 'nowhere', '--output', tmp_path], env=environment, capture_output=True,
+        text=True)
     assert done.returncode == 2 and done.stderr == "error: there is no folder 'nowhere' (--data)\n"
 
 
