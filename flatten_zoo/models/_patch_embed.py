@@ -26,6 +26,13 @@ class PatchEmbed(timm.layers.PatchEmbed):
         super().__init__(
             *args, strict_img_size=strict_img_size, dynamic_img_pad=dynamic_img_pad or not strict_img_size, **kwargs)
 
+    def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
+        """The grid of an image, as timm computes it but in whole numbers: exported programs cannot hold `math.ceil`."""
+        short = 1 if self.dynamic_img_pad else 0  # a patch that is short of pixels counts where sizes are free
+        return (
+            (img_size[0] + short * (self.patch_size[0] - 1)) // self.patch_size[0],
+            (img_size[1] + short * (self.patch_size[1] - 1)) // self.patch_size[1])
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         H, W = x.shape[-2], x.shape[-1]
         if self.strict_img_size:
