@@ -132,6 +132,8 @@ def export(
             temporary_description.write_text(json.dumps(about, indent=2) + '\n')
             if external_data(temporary).is_file():
                 os.replace(external_data(temporary), external_data(output))
+            elif format == 'onnx':
+                external_data(output).unlink(missing_ok=True)  # of the file that is overwritten
     except OSError as e:  # a full disk, a folder that is not ours
         raise UsageError(f"cannot write '{output}': {e.strerror or first_line(e)}") from e
     return difference

@@ -198,6 +198,9 @@ def test_many_weights_are_a_file_of_their_own(tmp_path, monkeypatch):
     export(model, tmp_path / 'model.onnx', img_size=(32, 32))
     assert sorted(file.name for file in tmp_path.iterdir()) == ['model.onnx', 'model.onnx.data', 'model.onnx.json']
     assert_same(tmp_path / 'model.onnx', model, [(1, 32, 32)])
+    monkeypatch.undo()
+    export(model, tmp_path / 'model.onnx', img_size=(32, 32), force=True)  # leaves none that is no longer of it
+    assert sorted(file.name for file in tmp_path.iterdir()) == ['model.onnx', 'model.onnx.json']
 
 
 @pytest.mark.parametrize('wrong', [0.1, float('nan')])
