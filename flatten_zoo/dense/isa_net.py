@@ -136,7 +136,7 @@ def isa_net(
         features = timm.create_model(
             backbone, pretrained=pretrained_backbone, features_only=True, output_stride=8, out_indices=(-2, -1),
             **(backbone_kwargs or {}))
-    except (AssertionError, TypeError, NotImplementedError) as e:
+    except (AssertionError, TypeError, NotImplementedError) as e:  # the ways that timm's networks refuse a stride
         if isinstance(e, TypeError) and 'output_stride' not in str(e):
             raise
         raise ValueError(_cannot_dilate(backbone, str(e))) from e
