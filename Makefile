@@ -1,17 +1,24 @@
 # Two commands set everything up on a fresh machine: `make demo` and `make test`.
 PYTHON ?= python3
 BIN := .venv/bin
-READY := .venv/.installed
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --editable
+DEMO := .venv/.installed-demo
+TEST := .venv/.installed-test
 
 .PHONY: demo test test-all lint
 
-$(READY): pyproject.toml
+$(DEMO): pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test]'
+	$(PIP) '.[demo]'
+	touch $@
+
+# The same environment, and what the tests need besides.
+$(TEST): $(DEMO)
+	$(PIP) '.[test]'
 	touch $@
 
 # Handwritten digits, a FLatten-PVT that learns them in a few minutes, and its accuracy on held-out ones.
-demo: $(READY)
+demo: $(DEMO)
 	$(BIN)/python -m flatten_zoo.training.digits data/digits
 	rm -rf output/train/quickstart
 	$(BIN)/python train.py --config configs/quickstart.yaml
@@ -23,5 +30,5 @@ test: lint
 test-all: lint
 	$(BIN)/pytest -m ''
 
-lint: $(READY)
+lint: $(TEST)
 	$(BIN)/ruff check
