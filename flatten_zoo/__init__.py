@@ -1,9 +1,26 @@
 """Efficient-attention vision backbones as ordinary timm models; importing the package registers them."""
-from . import weights as weights  # tells the networks where official weights come from
-from .layers import EfficientAttention, FocusedLinearAttention, InterlacedSparseAttention, NonLocalAttention
-from .models import replace_attention
+import importlib
+import os
+import sys
 
 __all__ = [
     'EfficientAttention', 'FocusedLinearAttention', 'InterlacedSparseAttention', 'NonLocalAttention',
     'replace_attention',
 ]
+
+
+def _is_command() -> bool:
+    """Whether Python was started for the `flatten-zoo` command, whose help must not wait for torch."""
+    if sys.argv[:1] == ['-m']:  # while `python -m NAME` looks for NAME
+        return sys.orig_argv[-len(sys.argv):][:1] == ['flatten_zoo']
+    return os.path.basename(sys.argv[0] if sys.argv else '') in ('flatten-zoo', 'flatten-zoo.exe')
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__:
+        return getattr(importlib.import_module('.models' if name == 'replace_attention' else '.layers', __name__), name)
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+
+
+if not _is_command():  # otherwise `cli.main` does it, before it runs a command
+    importlib.import_module('.weights', __name__)  # registers the networks; tells them where official weights are

@@ -5,6 +5,7 @@ them. It is registered by its place in `COMMANDS`, and imports the module that d
 """
 import argparse
 import ast
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -254,4 +255,5 @@ def main(argv: list[str] | None = None) -> int:
         subparser = subparsers.add_parser(name, help=summary, description=command.__doc__)
         subparser.set_defaults(run=command(subparser))
     args = parser.parse_args(argv)
+    importlib.import_module('.weights', __package__)  # registers the networks, which `flatten_zoo` left to this
     return report_usage_errors(lambda: args.run(args))

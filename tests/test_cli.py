@@ -13,6 +13,34 @@ def test_help_lists_every_command():
     assert all(name in done.stdout and command.__doc__ for name, command in COMMANDS.items())
 
 
+STARTS = {
+    'module': "import runpy; sys.argv = ['-m', *sys.argv[1:]]; sys.orig_argv = ['python', '-m', 'flatten_zoo', "
+              "*sys.argv[1:]]; runpy.run_module('flatten_zoo', run_name='__main__', alter_sys=True)",
+    'script': "sys.argv[0] = '/bin/flatten-zoo'; from flatten_zoo.cli import main; sys.exit(main())",
+}
+
+
+@pytest.mark.parametrize('start', STARTS)
+@pytest.mark.parametrize('arguments, status', [
+    *(([*command, '--help'], 0) for command in ([], *([name] for name in COMMANDS))),
+    ([], 2), (['nonsense'], 2), (['list', '--nonsense'], 2), (['info'], 2), (['export', 'm', '--format', 'x'], 2),
+])
+def test_help_and_mistakes_do_not_import_torch(arguments, status, start):
+    code = f"""import atexit, sys
+atexit.register(lambda: print('torch' in sys.modules))
+{STARTS[start]}"""
+    done = subprocess.run([sys.executable, '-c', code, *arguments], capture_output=True, text=True)
+    assert done.returncode == status and done.stdout.splitlines()[-1] == 'False', done.stderr
+
+
+def test_a_run_script_finds_the_package_whole(tmp_path):
+    script = tmp_path / 'script.py'
+    script.write_text("import timm\nfrom flatten_zoo import *\nprint(timm.is_model('ea_resnet50'), replace_attention)")
+    done = subprocess.run(
+        [sys.executable, '-m', 'flatten_zoo', 'run', script], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith('True <function replace_attention')
+
+
 def test_no_command(capsys):
     with pytest.raises(SystemExit) as e:
         main([])
