@@ -8,6 +8,8 @@ from timm.optim import param_groups_layer_decay
 
 import flatten_zoo
 from flatten_zoo.models import AttentionResNet
+from flatten_zoo.weights import zoo_models
+from flatten_zoo.weights.catalogue import PARAMETERS
 
 KINDS = {
     'ea': flatten_zoo.EfficientAttention,
@@ -217,3 +219,12 @@ def test_gradient_checkpointing(kind):
     torch.testing.assert_close(model(image()), expected)
     model.train()(image()).sum().backward()
     assert all(p.grad is not None for p in model.layer3.attn.parameters())
+
+
+@pytest.mark.parametrize('name', [name for name in zoo_models() if 'resn' in name])
+def test_listed_parameters(name):
+    assert sum(p.numel() for p in timm.create_model(name, device='meta').parameters()) == PARAMETERS[name]
+
+
+def test_every_model_has_its_parameters_listed():
+    assert sorted(PARAMETERS) == sorted(zoo_models())

@@ -18,6 +18,7 @@ from flatten_zoo.models import FlattenCSwin, FlattenPVT, flatten_swin
 from flatten_zoo.models._patch_embed import PatchEmbed
 from flatten_zoo.models.flatten_cswin import StripeBranch
 from flatten_zoo.weights import to_official
+from flatten_zoo.weights.catalogue import PARAMETERS
 
 from .reference import load_reference
 
@@ -120,7 +121,8 @@ def test_parameters_and_multiply_accumulates(name):
     with FlopCounterMode(display=False) as flops:
         model(torch.empty(1, *model.default_cfg['input_size'], device='meta'))
     parameters, macs = COSTS[name]
-    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 2) == parameters
+    count = sum(p.numel() for p in model.parameters())
+    assert round(count / 1e6, 2) == parameters and count == PARAMETERS[name]
     assert flops.get_total_flops() / 2e9 == pytest.approx(macs, abs=0.015)
 
 

@@ -5,7 +5,6 @@ import timm
 from huggingface_hub import try_to_load_from_cache
 from timm.models import get_arch_pretrained_cfgs, get_pretrained_cfg, model_entrypoint
 from timm.models._pretrained import PretrainedCfg
-from torch import nn
 
 from ..models import RELEASES
 from ..models._released import TAG, hub_repository
@@ -15,6 +14,39 @@ from .official import cached_files
 __all__ = ['describe', 'list_table', 'zoo_models']
 
 PACKAGE = __name__.partition('.')[0]
+
+# Building all of the networks to count would take `list` ten seconds; a test holds these against them.
+PARAMETERS = {
+    'ea_resnet50': 26_346_920,
+    'ea_resnet101': 45_339_048,
+    'ea_resnext101_32x4d': 44_967_592,
+    'flatten_cswin_b': 74_867_032,
+    'flatten_cswin_b_384': 78_369_112,
+    'flatten_cswin_s': 35_451_752,
+    'flatten_cswin_t': 21_201_768,
+    'flatten_deit_s': 22_977_640,
+    'flatten_deit_t': 6_190_888,
+    'flatten_pvt_b': 50_648_168,
+    'flatten_pvt_m': 37_241_192,
+    'flatten_pvt_s': 21_669_224,
+    'flatten_pvt_t': 12_149_480,
+    'flatten_pvt_v2_b0': 3_594_824,
+    'flatten_pvt_v2_b1': 12_931_240,
+    'flatten_pvt_v2_b2': 22_548_264,
+    'flatten_pvt_v2_b3': 38_273_832,
+    'flatten_pvt_v2_b4': 51_836_968,
+    'flatten_pvt_v2_b5': 67_061_544,
+    'flatten_swin_b': 88_972_488,
+    'flatten_swin_b_384': 91_433_928,
+    'flatten_swin_s': 50_510_288,
+    'flatten_swin_t': 29_192_384,
+    'issa_resnet50': 27_177_000,
+    'issa_resnet101': 46_169_128,
+    'issa_resnext101_32x4d': 45_797_672,
+    'nl_resnet50': 26_346_920,
+    'nl_resnet101': 45_339_048,
+    'nl_resnext101_32x4d': 44_967_592,
+}
 
 
 def zoo_models() -> list[str]:
@@ -26,15 +58,15 @@ def list_table() -> tuple[list[str], list[list[str]]]:
     """Header and rows: every model, with parameters, native image size, tag, and the source of its weights."""
     rows = []
     for name in zoo_models():
-        parameters = _parameters(timm.create_model(name, device='meta'))
+        parameters = _millions(PARAMETERS[name])
         for cfg in get_arch_pretrained_cfgs(name).values():
             size = ' × '.join(map(str, cfg.input_size[1:]))
             rows.append([name, parameters, size, cfg.tag or '', weights_source(cfg)])
     return ['model', 'parameters', 'image', 'tag', 'weights'], rows
 
 
-def _parameters(model: nn.Module) -> str:
-    return f'{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M'
+def _millions(count: int) -> str:
+    return f'{count / 1e6:.2f} M'
 
 
 def weights_source(cfg: PretrainedCfg) -> str:
@@ -53,7 +85,7 @@ def describe(name: str) -> list[tuple[str, str]]:
     settings = cfg.to_dict(remove_source=True)
     facts = [
         ('model', '.'.join(filter(None, (cfg.architecture, cfg.tag)))),
-        ('parameters', _parameters(model)),
+        ('parameters', _millions(sum(p.numel() for p in model.parameters()))),
         ('feature maps', ', '.join(f'{f["num_chs"]} at stride {f["reduction"]}' for f in model.feature_info)),
         *((key.replace('_', ' '), _text(value)) for key, value in settings.items()
           if key not in ('architecture', 'tag', 'custom_load') and value not in (None, '')),
