@@ -238,7 +238,7 @@ def test_semantic_labels_of_equal_areas():
     (annotation(9, segmentation=None, iscrowd=1), 'annotation 9 has no segmentation'),
     (annotation(9, segmentation=[[1, 2, 3, 4, 5, None]]), 'annotation 9 has a polygon with other things'),
     (annotation(9, segmentation=[[1, 2, 3, 4, 5, 1e9]]), 'annotation 9 has a polygon far outside'),
-    (annotation(9, segmentation={'size': [80, 60], 'counts': [4800]}), r'annotation 9 has run lengths of size \[80, 60'),
+    (annotation(9, segmentation={'size': [80, 60], 'counts': [4800]}), r'annotation 9 has run lengths of size \[80'),
     (annotation(9, segmentation={'counts': [4800]}), 'annotation 9 has run lengths of size None'),
     (annotation(9, segmentation={'size': [60, 80]}), 'annotation 9 has counts that are no run lengths: None'),
     (annotation(9, segmentation={'size': [60, 80], 'counts': [100, 5]}), 'annotation 9 has run lengths of 105 pixels'),
