@@ -104,7 +104,7 @@ def test_smp_plain_vision_transformer_with_a_pyramid(tmp_path, name, kwargs):
     expected = model.predict(x)
     model.save_pretrained(tmp_path)
     assert torch.equal(smp.from_pretrained(tmp_path).eval()(x), expected)
-    assert smp.FPN(encoder, encoder_depth=4, encoder_weights=None, in_channels=channels)(
+    assert smp.UPerNet(encoder, encoder_depth=4, encoder_weights=None, in_channels=channels)(
         torch.randn(2, channels, 64, 64)).shape == (2, 1, 64, 64)
     with pytest.raises(ValueError, match='give in_chans=4 to pyramid_encoder'):
         smp.UPerNet(encoder, encoder_weights=None, in_channels=4)
