@@ -116,8 +116,8 @@ def test_reading_and_scoring_twice_gives_the_same(tmp_path):
 
 
 def test_validation_sees_one_image_at_a_time(tmp_path):
-    write_shapes(tmp_path, 3, 64)
-    data = CocoInstances(tmp_path)
+    write_shapes(tmp_path / 'shapes', 3, 64)
+    data = CocoInstances(tmp_path / 'shapes')
 
     class Model(torch.nn.Module):
         def forward(self, images):

@@ -110,7 +110,7 @@ def test_images_are_normalised_as_the_backbone_wants_it(example, backbone, mean)
 
 
 def test_validation_sees_one_image_at_a_time(example, tmp_path):
-    write_shapes(tmp_path, 3, (33, 40))
+    write_shapes(tmp_path / 'shapes', 3, (33, 40))
     sizes = []
 
     class Network(torch.nn.Module):
@@ -118,7 +118,7 @@ def test_validation_sees_one_image_at_a_time(example, tmp_path):
             sizes.append(tuple(images.shape))
             return {'out': images.new_zeros(len(images), 4, *images.shape[2:])}
 
-    example.evaluate(Network(), CocoSemantic(tmp_path), 'cpu')
+    example.evaluate(Network(), CocoSemantic(tmp_path / 'shapes'), 'cpu')
     assert sizes == 3 * [(1, 3, 64, 64)]
 
 
