@@ -29,7 +29,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__)
     model = parser.add_argument_group('model')
-    add(model, '--backbone', 'any model of timm with stages', default='flatten_pvt_v2_b0', metavar='NAME')
+    add(model, '--backbone', 'any model of timm with stages or plain ViT', default='flatten_pvt_v2_b0', metavar='NAME')
     add(model, '--attention', 'on the feature pyramid', default='ea', choices=['none', *OPERATORS])
     model.add_argument(
         '--levels', nargs='+', default=list(LEVELS), choices=LEVELS, metavar='LEVEL',
@@ -127,10 +127,12 @@ def train_epoch(model: FasterRCNN, loader: DataLoader, optimizer, schedule, devi
 
 
 @torch.inference_mode()
-def evaluate(model: FasterRCNN, loader: DataLoader, device: str) -> dict[str, float]:
-    scores = CocoScores(loader.dataset)
+def evaluate(model: FasterRCNN, data: CocoInstances, device: str, workers: int = 0) -> dict[str, float]:
+    """Scores, of one image at a time: attention sees the padding of a batch of images of different sizes."""
+    scores = CocoScores(data)
+    loader = DataLoader(data, batch_size=1, num_workers=workers, collate_fn=collate)
     model.eval()
-    for images, targets in tqdm(loader, desc='validation', unit='batch', leave=False):
+    for images, targets in tqdm(loader, desc='validation', unit='image', leave=False):
         images, _ = to_device(images, (), device)
         scores.add([target['image_id'] for target in targets], model(images))
     return scores.compute()
@@ -181,16 +183,16 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     torch.manual_seed(args.seed)
     train_data, val_data = load_data(args)
     model = build_model(args, len(train_data.classes)).to(args.device)
-    common = {'batch_size': args.batch_size, 'num_workers': args.workers, 'collate_fn': collate}
-    train_loader = DataLoader(train_data, shuffle=True, drop_last=True, **common)
-    val_loader = DataLoader(val_data, **common)
+    train_loader = DataLoader(
+        train_data, batch_size=args.batch_size, shuffle=True, drop_last=True, num_workers=args.workers,
+        collate_fn=collate)
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], args.lr, weight_decay=args.weight_decay)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, args.lr, total_steps=args.epochs * len(train_loader), pct_start=0.1)
     for epoch in range(1, args.epochs + 1):
         loss = train_epoch(model, train_loader, optimizer, schedule, args.device)
-        scores = evaluate(model, val_loader, args.device)
+        scores = evaluate(model, val_data, args.device, args.workers)
         figures = '  '.join(f'{name} {100 * score:.1f}' for name, score in scores.items())
         print(f'epoch {epoch}/{args.epochs}  loss {loss:.3f}  {figures}', flush=True)
     with write_beside(args.output / 'last.pth') as unfinished:

@@ -170,10 +170,12 @@ def train_epoch(network: Network, loader: DataLoader, optimizer, schedule, devic
 
 
 @torch.inference_mode()
-def evaluate(network: Network, loader: DataLoader, device: str) -> dict[str, float]:
-    scores = SegmentationScores(loader.dataset.classes, ignore_index=IGNORE)
+def evaluate(network: Network, data: CocoSemantic, device: str, workers: int = 0) -> dict[str, float]:
+    """Scores, of one image at a time: attention sees the padding of a batch of images of different sizes."""
+    scores = SegmentationScores(data.classes, ignore_index=IGNORE)
+    loader = DataLoader(data, batch_size=1, num_workers=workers, collate_fn=collate)
     network.eval()
-    for images, labels in tqdm(loader, desc='validation', unit='batch', leave=False):
+    for images, labels in tqdm(loader, desc='validation', unit='image', leave=False):
         scores.add(network(images.to(device))['out'], labels.to(device))
     return scores.compute()
 
@@ -206,15 +208,15 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     torch.manual_seed(args.seed)
     train_data, val_data = load_data(args)
     network = build_network(args, len(train_data.classes))
-    common = {'batch_size': args.batch_size, 'num_workers': args.workers, 'collate_fn': collate}
-    train_loader = DataLoader(train_data, shuffle=True, drop_last=True, **common)
-    val_loader = DataLoader(val_data, **common)
+    train_loader = DataLoader(
+        train_data, batch_size=args.batch_size, shuffle=True, drop_last=True, num_workers=args.workers,
+        collate_fn=collate)
     optimizer = torch.optim.AdamW(network.parameters(), args.lr, weight_decay=args.weight_decay)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, args.lr, total_steps=args.epochs * len(train_loader), pct_start=0.1)
     for epoch in range(1, args.epochs + 1):
         loss = train_epoch(network, train_loader, optimizer, schedule, args.device)
-        scores = evaluate(network, val_loader, args.device)
+        scores = evaluate(network, val_data, args.device, args.workers)
         figures = '  '.join(f'{name} {100 * score:.1f}' for name, score in scores.items())
         print(f'epoch {epoch}/{args.epochs}  loss {loss:.3f}  {figures}', flush=True)
     with write_beside(args.output / 'last.pth') as unfinished:

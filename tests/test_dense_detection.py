@@ -165,6 +165,61 @@ def test_any_backbone(name):
         assert len(model.eval()(images((48, 80)))) == 1
 
 
+@pytest.mark.parametrize('name, kwargs, stride', [
+    ('flatten_deit_t', {}, 16), ('vit_tiny_patch16_224', {'patch_size': 8}, 8),
+    ('vit_tiny_patch16_224', {'patch_size': 32}, 32)])
+def test_plain_vision_transformer(name, kwargs, stride):
+    torch.manual_seed(0)
+    model = mask_rcnn(name, CLASSES, 'ea', backbone_kwargs={'depth': 4, **kwargs}, **SIZES)
+    pyramid = model.backbone
+    assert pyramid.strides == [4, 8, 16, 32, 64]
+    x = torch.randn(1, 3, 64, 160)
+    with torch.no_grad():
+        maps = pyramid(x)
+        assert {key: y.shape[1:] for key, y in maps.items()} == {
+            '0': (256, 16, 40), '1': (256, 8, 20), '2': (256, 4, 10), '3': (256, 2, 5), 'pool': (256, 1, 3)}
+        last = pyramid.body(x)[-1]
+        assert last.shape[-1] == 160 // stride
+        same_stride = pyramid.fpn[str([4, 8, 16, 32].index(stride))]
+        torch.testing.assert_close(maps[str([4, 8, 16, 32].index(stride))], same_stride(last))
+    if stride != 16:
+        return
+    losses = model(images((48, 80), (48, 80)), small_targets())
+    sum(losses.values()).backward()
+    assert not [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
+
+
+def test_freezing_counts_the_blocks_of_a_plain_vision_transformer():
+    def build(**kwargs):
+        model = faster_rcnn('flatten_deit_t', 2, backbone_kwargs={'depth': 4}, **kwargs)
+        return {name.removeprefix('model.') for name, p in model.backbone.body.named_parameters() if p.requires_grad}
+
+    everything = build()
+    assert build(trainable_backbone_layers=2) == {n for n in everything if n.startswith(('blocks.2.', 'blocks.3.'))}
+    assert build(trainable_backbone_layers=4) == {n for n in everything if n.startswith('blocks.')}
+    assert build(trainable_backbone_layers=5) == everything and not build(trainable_backbone_layers=0)
+
+
+def test_plain_vision_transformer_of_another_patch_size():
+    with pytest.raises(ValueError, match=r'this backbone has \[14, 14, 14\].*patches of 8, 16 or 32'):
+        mask_rcnn('vit_tiny_patch16_224', 2, backbone_kwargs={'patch_size': 14, 'depth': 3})
+
+
+@pytest.mark.parametrize('name', [SMALL, 'flatten_swin_t', 'flatten_deit_t', 'ea_resnet50', 'resnet18'])
+@pytest.mark.parametrize('indices', [(0, 99), (-99,), (0, 1.5), 'ab', (), 0, 99, (1, 1), (-1, 0), (2, 1)])
+def test_wrong_out_indices(name, indices):
+    with torch.device('meta'), pytest.raises(ValueError, match='out_indices|list indices|not'):
+        mask_rcnn(name, 2, backbone_kwargs={'out_indices': indices})
+
+
+def test_right_out_indices():
+    with torch.device('meta'):
+        for name in ('flatten_pvt_t', 'flatten_cswin_t', 'flatten_swin_t', 'flatten_deit_t', 'nl_resnet50'):
+            body = timm.create_model(name, features_only=True, out_indices=[1, -1])
+            assert len(body.feature_info.channels()) == 2
+            assert len(timm.create_model(name, features_only=True, out_indices=2).feature_info.channels()) == 2
+
+
 def test_backbone_without_the_finest_level():
     body = timm.create_model('resnet18', features_only=True, out_indices=(2, 3, 4))
     model = faster_rcnn(body, CLASSES, 'ea', ['fpn2', 'fpn5'], **SIZES)
@@ -177,7 +232,6 @@ def test_backbone_without_the_finest_level():
 
 
 @pytest.mark.parametrize('arguments, message', [
-    (('flatten_deit_t', 2), r'this backbone has \[16, 16, 16\]'),
     (('flatten_pvt_v2_b9', 2), "unknown model 'flatten_pvt_v2_b9'; did you mean flatten_pvt_v2_b"),
     (('hiera_tiny_224', 2), "model 'hiera_tiny_224'.*dynamic_img_size"),
     ((nn.Identity(), 2), 'timm model built with features_only=True, got Identity'),

@@ -222,7 +222,31 @@ def test_semantic_labels_of_equal_areas():
     (annotation(9, segmentation=[]), 'annotation 9 has no segmentation'),
     (annotation(9, segmentation=[[1, 2, 3, 4]]), 'annotation 9 has no segmentation'),
     ({'id': 9, 'image_id': 3, 'category_id': 7}, "an entry of 'annotations' has no bbox"),
-    ({'id': 9, 'image_id': 3}, "not in COCO's format: KeyError 'category_id'"),
+    ({'id': 9, 'image_id': 3}, "an entry of 'annotations' has no category_id"),
+    (5, "an entry of 'annotations' is no dictionary"),
+    (annotation(1), "2 entries of 'annotations' have id 1"),
+    (annotation('nine'), "id 'nine', which is no whole number"),
+    (annotation(True), 'id True, which is no whole number'),
+    (annotation(9, image_id=[3]), 'annotation 9 is of image'),
+    ({**annotation(9), 'bbox': None}, 'annotation 9 has bbox None'),
+    (annotation(9, bbox=(1, 2, '3', 4)), 'annotation 9 has bbox'),
+    (annotation(9, bbox=(30, 30, -10, -10)), 'annotation 9 .*negative width or height'),
+    (annotation(9, bbox=(1, 2, 3, 1e300)), 'annotation 9 .*far outside its image of 60 × 80'),
+    (annotation(9, bbox=(1, 2, 3, 10 ** 400)), 'annotation 9 has bbox'),
+    (annotation(9, iscrowd=None), 'annotation 9 has iscrowd None'),
+    (annotation(9, area=None), 'annotation 9 has area None'),
+    (annotation(9, segmentation=None, iscrowd=1), 'annotation 9 has no segmentation'),
+    (annotation(9, segmentation=[[1, 2, 3, 4, 5, None]]), 'annotation 9 has a polygon with other things'),
+    (annotation(9, segmentation=[[1, 2, 3, 4, 5, 1e9]]), 'annotation 9 has a polygon far outside'),
+    (annotation(9, segmentation={'size': [80, 60], 'counts': [4800]}), r'annotation 9 has run lengths of size \[80'),
+    (annotation(9, segmentation={'counts': [4800]}), 'annotation 9 has run lengths of size None'),
+    (annotation(9, segmentation={'size': [60, 80]}), 'annotation 9 has counts that are no run lengths: None'),
+    (annotation(9, segmentation={'size': [60, 80], 'counts': [100, 5]}), 'annotation 9 has run lengths of 105 pixels'),
+    (annotation(9, segmentation={'size': [60, 80], 'counts': [-1, 4801]}), 'annotation 9 has counts'),
+    (annotation(9, segmentation={'size': [60, 80], 'counts': '53'}), 'annotation 9 has run lengths of 8 pixels'),
+    (annotation(9, segmentation={'size': [60, 80], 'counts': 'é~'}), 'annotation 9 has counts'),
+    (annotation(9, segmentation={'size': [60, 80], 'counts': 'oooooooo5'}), 'annotation 9 has counts'),
+    (annotation(9, segmentation={'size': [60, 80], 'counts': 'o'}), 'annotation 9 has counts'),
 ])
 def test_bad_annotations(tmp_path, bad, message):
     write_coco(tmp_path, [annotation(1), bad])
@@ -230,11 +254,34 @@ def test_bad_annotations(tmp_path, bad, message):
         CocoInstances(tmp_path)
 
 
+def test_objects_without_extent_are_named_and_left_out(tmp_path, caplog):
+    """COCO itself has them, and torchvision's networks stop at them in the middle of an epoch."""
+    bow_tie = [[10, 10, 30, 30, 30, 10, 10, 30]]
+    write_coco(tmp_path, [
+        annotation(1, segmentation=bow_tie),
+        annotation(2, bbox=(10, 10, 0, 20)),
+        annotation(3, bbox=(10, 10, 20, 1e-5)),
+        annotation(4, bbox=(90, 10, 20, 20)),
+        annotation(5, segmentation=[[1, 2, 11, 12, 5, 6]]),
+        annotation(6, segmentation={'size': [60, 80], 'counts': [4800]}),
+        annotation(7, bbox=(10, 10, 0, 20), iscrowd=1),
+    ])
+    data = CocoInstances(tmp_path)
+    message, = caplog.messages
+    for i in range(2, 7):
+        assert f"{i} of image '3.png'" in message
+    assert '7 of image' not in message and '\n' not in message
+    assert data[0][1]['boxes'].tolist() == [[10, 10, 30, 30]]
+    assert len(data.read(0)[1]['boxes']) == 7
+    assert len(CocoInstances(tmp_path, masks=False)[0][1]['boxes']) == 3
+
+
 def test_missing_and_broken_files(tmp_path):
     with pytest.raises(UsageError, match='there is no file of annotations'):
         CocoInstances(tmp_path)
     for broken, message in {
-        '{': 'JSONDecodeError', '[]': 'AssertionError', '{"images": 1}': 'TypeError',
+        '{': 'JSONDecodeError', '[]': 'it holds a list', '{"images": 1}': "it has no list 'images'",
+        '[' * 100_000: 'RecursionError',
         '{"images": []}': "it has no list 'categories'",
         '{"images": [{"id": 1}]}': "an entry of 'images' has no file_name",
     }.items():

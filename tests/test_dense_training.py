@@ -1,4 +1,5 @@
 """Scores of detections, and the example that trains a detector."""
+import json
 import os
 import runpy
 import subprocess
@@ -8,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from pycocotools import mask
 
 from flatten_zoo.dense import LEVELS, CocoInstances, CocoScores, coco_split, mask_rcnn, write_shapes
 from flatten_zoo.errors import UsageError
+from tests.examples import load_example
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / 'examples' / 'train_detection.py'
@@ -65,6 +68,67 @@ def test_scores_are_of_the_images_added(data):
     assert scores.compute()['mask AP'] == pytest.approx(1)
 
 
+def test_reading_and_scoring_twice_gives_the_same(tmp_path):
+    """One shape in every notation, and a crowd, whose ids begin with 0, which pycocotools takes for no match."""
+    polygon = [[10, 10, 31, 10, 31, 43, 10, 43]]
+    compressed = mask.merge(mask.frPyObjects(polygon, 60, 80))
+    pixels = mask.decode(compressed).flatten('F')
+    bounds = [0, *(pixels[1:] != pixels[:-1]).nonzero()[0] + 1, len(pixels)]
+    counts = [int(b - a) for a, b in zip(bounds, bounds[1:], strict=False)]
+    as_text = compressed['counts'].decode()
+    notations = [polygon, {'size': [60, 80], 'counts': counts}, {'size': [60, 80], 'counts': as_text}]
+    (tmp_path / 'images').mkdir()
+    annotations = []
+    for i, segmentation in enumerate(notations):
+        Image.new('L', (80, 60)).save(tmp_path / 'images' / f'{i}.png')
+        annotations.append({
+            'id': i, 'image_id': i, 'category_id': 1, 'bbox': [10, 10, 21, 33], 'segmentation': segmentation})
+    annotations.append({
+        'id': 3, 'image_id': 0, 'category_id': 1, 'bbox': [50, 0, 30, 60], 'iscrowd': 1,
+        'segmentation': {'size': [60, 80], 'counts': [3000, 1800]}})
+    images = [{'id': i, 'file_name': f'{i}.png', 'height': 60, 'width': 80} for i in range(len(notations))]
+    content = {'images': images, 'annotations': annotations, 'categories': [{'id': 1, 'name': 'thing'}]}
+    (tmp_path / 'instances.json').write_text(json.dumps(content))
+    data = CocoInstances(tmp_path)
+    before = json.dumps(data.coco.dataset)
+
+    def read():
+        return [data.read(i)[1] for i in range(len(data))] + [data[i][1] for i in range(len(data))]
+
+    first = read()
+    expected = torch.from_numpy(mask.decode(compressed))
+    assert expected.sum() == 21 * 33
+    assert all(torch.equal(target['masks'][0], expected) for target in first)
+    scores = CocoScores(data)
+    for i in range(len(data)):
+        found = perfect(data.read(i)[1])
+        scores.add([i], [found])
+    figures = scores.compute()
+    assert figures == {name: pytest.approx(1) for name in figures} and 'mask AP' in figures
+    for _ in range(2):
+        for target, again in zip(first, read(), strict=True):
+            torch.testing.assert_close(again['masks'], target['masks'])
+        assert score(data, lambda found: found) == scores.compute() == figures
+    assert json.dumps(data.coco.dataset) == before
+
+    data.coco.anns[2]['segmentation'] = compressed  # counts in bytes, as pycocotools leaves them
+    torch.testing.assert_close(data[2][1]['masks'][0].as_subclass(torch.Tensor), expected)
+
+
+def test_validation_sees_one_image_at_a_time(tmp_path):
+    write_shapes(tmp_path / 'shapes', 3, 64)
+    data = CocoInstances(tmp_path / 'shapes')
+
+    class Model(torch.nn.Module):
+        def forward(self, images):
+            image, = images
+            index = next(i for i in range(len(data)) if torch.equal(data[i][0], image))
+            return [perfect(data[index][1])]
+
+    scores = load_example('train_detection').evaluate(Model(), data, 'cpu')
+    assert scores['mask AP'] == pytest.approx(1)
+
+
 def run_example(*arguments):
     return runpy.run_path(str(SCRIPT))['main']([str(argument) for argument in arguments])
 
@@ -101,7 +165,7 @@ def test_example_on_a_coco_folder_without_masks(tmp_path):
     (['--batch-size', 5], '--batch-size 5 is more than the 4 training images'),
     (['--data', 'nowhere'], "there is no folder 'nowhere'"),
     (['--backbone', 'flatten_pvt_v2_b9'], "unknown model 'flatten_pvt_v2_b9'"),
-    (['--backbone', 'flatten_deit_t'], 'with --backbone flatten_deit_t: a feature pyramid needs'),
+    (['--backbone', 'vit_base_patch14_dinov2'], 'with --backbone vit_base_patch14_dinov2: a feature pyramid needs'),
     (['--workers', -1], '--workers must not be negative, got -1'),
     (['--lr', 0], '--lr must be positive, got 0'),
     (['--device', 'abacus'], '--device abacus: '),

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from flatten_zoo.dense import SegmentationScores, segmentation_losses, write_shapes
+from flatten_zoo.dense import CocoSemantic, SegmentationScores, segmentation_losses, write_shapes
 from flatten_zoo.errors import UsageError
 from tests.examples import load_example
 
@@ -107,6 +107,19 @@ def test_example_on_a_folder_of_images_of_other_sizes(example, tmp_path):
 def test_images_are_normalised_as_the_backbone_wants_it(example, backbone, mean):
     network = example.build_network(example.parse_args(['--backbone', backbone, '--device', 'cpu']), 4)
     assert network.normalize.mean[0] == mean
+
+
+def test_validation_sees_one_image_at_a_time(example, tmp_path):
+    write_shapes(tmp_path / 'shapes', 3, (33, 40))
+    sizes = []
+
+    class Network(torch.nn.Module):
+        def forward(self, images):
+            sizes.append(tuple(images.shape))
+            return {'out': images.new_zeros(len(images), 4, *images.shape[2:])}
+
+    example.evaluate(Network(), CocoSemantic(tmp_path / 'shapes'), 'cpu')
+    assert sizes == 3 * [(1, 3, 64, 64)]
 
 
 def test_batches_are_padded(example):

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 import transformers
 
 import flatten_zoo  # noqa: F401  registers the encoders
+from flatten_zoo.dense import pyramid_encoder
 
 # a small model of each family, what lets it take any size, and its channels at strides 4, 8, 16 and 32
 FAMILIES = [
@@ -88,6 +89,27 @@ def test_smp_deit():
     assert logits.shape == (2, 4, 64, 96)
     with pytest.raises(ValueError, match='downsampling pattern'):
         smp.UPerNet('tu-flatten_deit_t', encoder_weights=None)
+
+
+@pytest.mark.parametrize('name, kwargs', [('flatten_deit_t', {}), ('vit_tiny_patch16_224', {'in_chans': 5})])
+def test_smp_plain_vision_transformer_with_a_pyramid(tmp_path, name, kwargs):
+    channels = kwargs.get('in_chans', 3)
+    encoder = pyramid_encoder(name, out_channels=32, depth=3, **kwargs)
+    model = smp.UPerNet(encoder, encoder_weights=None, in_channels=channels, classes=4)
+    features = model.encoder(torch.randn(1, channels, 96, 64))
+    assert [f.shape[1:] for f in features] == [
+        (channels, 96, 64), (0, 48, 32), (32, 24, 16), (32, 12, 8), (32, 6, 4), (32, 3, 2)]
+    train_step(model, torch.randn(2, channels, 64, 96), 4)
+    x = torch.randn(1, channels, 32, 160)
+    expected = model.predict(x)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(smp.from_pretrained(tmp_path).eval()(x), expected)
+    assert smp.UPerNet(encoder, encoder_depth=4, encoder_weights=None, in_channels=channels)(
+        torch.randn(2, channels, 64, 64)).shape == (2, 1, 64, 64)
+    with pytest.raises(ValueError, match='give in_chans=4 to pyramid_encoder'):
+        smp.UPerNet(encoder, encoder_weights=None, in_channels=4)
+    with pytest.raises(ValueError, match='encoder_output_stride=16'):
+        smp.DeepLabV3Plus(encoder, encoder_weights=None, in_channels=channels)
 
 
 def transformers_upernet(name: str, out_indices: tuple[int, ...] = (0, 1, 2, 3)) -> torch.nn.Module:

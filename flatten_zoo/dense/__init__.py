@@ -7,9 +7,10 @@ from .pyramid import LEVELS, PyramidBackbone, freeze_norms, freeze_stages
 from .rcnn import faster_rcnn, mask_rcnn
 from .segmentation import SegmentationScores, segmentation_losses
 from .shapes import write_shapes
+from .smp import pyramid_encoder
 
 __all__ = [
     'LEVELS', 'CocoInstances', 'CocoScores', 'CocoSemantic', 'ISANet', 'PyramidBackbone', 'SegmentationScores',
-    'coco_split', 'faster_rcnn', 'freeze_norms', 'freeze_stages', 'isa_net', 'mask_rcnn', 'rcnn_cost',
-    'segmentation_losses', 'semantic_labels', 'write_shapes',
+    'coco_split', 'faster_rcnn', 'freeze_norms', 'freeze_stages', 'isa_net', 'mask_rcnn', 'pyramid_encoder',
+    'rcnn_cost', 'segmentation_losses', 'semantic_labels', 'write_shapes',
 ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .coco import CocoInstances
+from .coco import CocoInstances, coco_index
 from .extras import dense_extra
 
 __all__ = ['CocoScores']
@@ -31,16 +31,18 @@ class CocoScores:
 
         Args:
             image_ids: The images' ids.
-            detections: Of each image `boxes`, `labels`, `scores` and, if masks are to be scored too, `masks`.
+            detections: Of each image `boxes`, `labels`, `scores` and, if masks are to be scored too, `masks`; these
+                are not scored where the data set is read without masks.
         """
         for image_id, found in zip(image_ids, detections, strict=True):
             self._image_ids.append(image_id)
             labels, scores = found['labels'].tolist(), found['scores'].tolist()
+            masks = _encode(found['masks']) if 'masks' in found and self._dataset.masks else None
             boxes = found['boxes'].cpu()
             boxes = torch.cat([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], dim=1)
             for kind, key, shapes in (
                     ('box', 'bbox', boxes.tolist()),
-                    ('mask', 'segmentation', _encode(found['masks']) if 'masks' in found else None)):
+                    ('mask', 'segmentation', masks)):
                 if shapes is not None:
                     self._results.setdefault(kind, []).extend(
                         {'image_id': image_id, 'category_id': self._dataset.category_ids[label], 'score': score,
@@ -55,12 +57,15 @@ class CocoScores:
         """
         with dense_extra():
             from pycocotools.cocoeval import COCOeval
-        scores = {}
+        content, scores = self._dataset.coco.dataset, {}
         for kind, results in self._results.items():
+            # pycocotools writes into annotations and results, and takes an annotation's id 0 for no match
+            annotations = [{**annotation, 'id': i} for i, annotation in enumerate(content['annotations'], start=1)]
+            truth = coco_index({**content, 'annotations': annotations})
             with contextlib.redirect_stdout(io.StringIO()):  # pycocotools tells its progress
                 # it cannot index an empty list, but evaluates one
-                found = self._dataset.coco.loadRes(results) if results else type(self._dataset.coco)()
-                evaluation = COCOeval(self._dataset.coco, found, {'box': 'bbox', 'mask': 'segm'}[kind])
+                found = truth.loadRes([dict(result) for result in results]) if results else type(truth)()
+                evaluation = COCOeval(truth, found, {'box': 'bbox', 'mask': 'segm'}[kind])
                 evaluation.params.imgIds = self._image_ids
                 evaluation.evaluate()
                 evaluation.accumulate()

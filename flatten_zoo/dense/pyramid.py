@@ -3,18 +3,25 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from timm.layers import Format
+from timm.layers import Format, LayerNorm2d
 from timm.utils import freeze
 from torch import nn
+from torch.nn import functional as F
 from torchvision.ops import FeaturePyramidNetwork
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
+from ..errors import UsageError, first_line
+from ..models._features import check_out_indices
 from ..models.attention_resnet import OPERATORS
 from ..models.build import build_model
 
-__all__ = ['LEVELS', 'PyramidBackbone', 'build_body', 'freeze_norms', 'freeze_stages', 'pyramid_stages']
+__all__ = [
+    'LEVELS', 'PyramidBackbone', 'SimpleFeaturePyramid', 'build_body', 'freeze_norms', 'freeze_stages',
+    'pyramid_stages',
+]
 
 LEVELS = {'fpn1': 4, 'fpn2': 8, 'fpn3': 16, 'fpn4': 32, 'fpn5': 64}  # strides
+_STRIDES = (4, 8, 16, 32)  # of the stages
 _BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)  # timm's own are subclasses
 
 
@@ -26,8 +33,47 @@ class Stage(NamedTuple):
     module: str
 
 
+class SimpleFeaturePyramid(nn.ModuleDict):
+    """ViTDet's pyramid on the one map of a plain vision transformer (arXiv 2203.16527, "simple feature pyramid").
+
+    Transposed convolutions of stride 2 and max pooling bring the map to strides 4, 8, 16 and 32. A 1×1 and a 3×3
+    convolution, each with a layer norm, follow on each; nothing goes from one level to another.
+
+    Args:
+        channels: Channels of the map.
+        stride: Its stride, of 4, 8, 16 and 32.
+        out_channels: Channels of every level.
+
+    Shape:
+        - input: a dictionary that holds the map, B×channels×h×w, as '0'
+        - output: a dictionary of the levels '0' to '3' and 'pool', the last one subsampled
+    """
+
+    def __init__(self, channels: int, stride: int, out_channels: int):
+        super().__init__()
+        for level, level_stride in enumerate(_STRIDES):
+            layers, width = [], channels
+            for finer in range((stride // level_stride).bit_length() - 1):
+                layers += [LayerNorm2d(width), nn.GELU()] if finer else []
+                layers.append(nn.ConvTranspose2d(width, width // 2, 2, stride=2))
+                width //= 2
+            if level_stride > stride:
+                layers.append(nn.MaxPool2d(level_stride // stride))
+            self[str(level)] = nn.Sequential(
+                *layers,
+                nn.Conv2d(width, out_channels, 1, bias=False), LayerNorm2d(out_channels),
+                nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False), LayerNorm2d(out_channels))
+
+    def forward(self, maps: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        levels = {name: level(maps['0']) for name, level in self.items()}
+        levels['pool'] = F.max_pool2d(levels['3'], 1, 2)
+        return levels
+
+
 class PyramidBackbone(nn.Module):
     """A timm backbone, torchvision's feature pyramid on it, and attention after chosen levels of the pyramid.
+
+    A plain vision transformer, whose maps all have one stride, has ViTDet's `SimpleFeaturePyramid` on its last map.
 
     As torchvision's `BackboneWithFPN` it maps B×3×H×W to a dictionary of maps, '0', '1' … 'pool', each of half the size
     of the one before, and has its parameters under the same names: `body` and `fpn`. The arrangement is that of Tables
@@ -41,7 +87,8 @@ class PyramidBackbone(nn.Module):
         map_names: Of each level that there is the name of its map.
 
     Args:
-        body: Backbone that timm built with `features_only=True`; its stages of strides 4 to 32 are used.
+        body: Backbone that timm built with `features_only=True`; its stages of strides 4 to 32 are used, or
+            the last of maps of one stride, which must be one of these.
         attention: 'ea', 'nl', 'issa', or None for a plain pyramid.
         attention_levels: Level or levels that attention comes after, of `LEVELS`.
         attention_kwargs: Arguments of the attention operator; what is left out has the operator's default.
@@ -64,11 +111,15 @@ class PyramidBackbone(nn.Module):
         self.body = body
         self.channels_last = getattr(body, 'output_fmt', Format.NCHW) == Format.NHWC
         self.indices = [stage.index for stage in stages]
-        self.strides = [stage.stride for stage in stages] + [2 * stages[-1].stride]
-        names = dict(zip(self.strides, [*map(str, range(len(stages))), 'pool'], strict=True))
+        plain = len(stages) == 1
+        self.strides = [*_STRIDES] if plain else [stage.stride for stage in stages]
+        self.strides.append(2 * self.strides[-1])
+        names = dict(zip(self.strides, [*map(str, range(len(self.strides) - 1)), 'pool'], strict=True))
         self.map_names = {level: names[stride] for level, stride in LEVELS.items() if stride in names}
         self.out_channels = out_channels
-        self.fpn = FeaturePyramidNetwork([stage.channels for stage in stages], out_channels, LastLevelMaxPool())
+        self.fpn = (
+            SimpleFeaturePyramid(stages[0].channels, stages[0].stride, out_channels) if plain else
+            FeaturePyramidNetwork([stage.channels for stage in stages], out_channels, LastLevelMaxPool()))
         self.attention = nn.ModuleDict()
         if attention is None:
             if attention_kwargs:
@@ -111,7 +162,12 @@ def build_body(name: str, pretrained: bool = False, **kwargs) -> nn.Module:
     Raises:
         UsageError: There is no such model or argument, or the network takes images of one size alone.
     """
-    body = build_model(name, pretrained=pretrained, features_only=True, **kwargs)
+    try:
+        body = build_model(name, pretrained=pretrained, features_only=True, **kwargs)
+    except (AssertionError, IndexError) as e:  # the ways that timm refuses indices
+        if 'out_indices' not in kwargs:
+            raise
+        raise UsageError(f"model '{name}': out_indices {kwargs['out_indices']!r}: {first_line(e)}") from e
     if body.pretrained_cfg['fixed_input_size'] and not kwargs.keys() & {'img_size', 'dynamic_img_size'}:
         body = build_model(name, pretrained=pretrained, features_only=True, dynamic_img_size=True, **kwargs)
     return body
@@ -120,6 +176,8 @@ def build_body(name: str, pretrained: bool = False, **kwargs) -> nn.Module:
 def pyramid_stages(body: nn.Module) -> list[Stage]:
     """The stages of strides 4, 8, 16 and 32 of a backbone, as far as it has them; of several of a stride the last.
 
+    A single one is that of a plain vision transformer.
+
     Raises:
         ValueError: It is no backbone that timm built with `features_only=True`, or its strides are no pyramid.
     """
@@ -127,15 +185,18 @@ def pyramid_stages(body: nn.Module) -> list[Stage]:
         raise ValueError(
             f'backbone must be a model name or a timm model built with features_only=True, got {type(body).__name__}')
     info = body.feature_info
+    check_out_indices(info.out_indices, len(info))
     by_stride = {
         stride: Stage(index, stride, channels, module)
         for index, (stride, channels, module) in enumerate(
             zip(info.reduction(), info.channels(), info.module_name(), strict=True))}
-    stages = [by_stride[stride] for stride in (4, 8, 16, 32) if stride in by_stride]
-    if len(stages) < 2 or any(b.stride != 2 * a.stride for a, b in zip(stages, stages[1:], strict=False)):
+    stages = [by_stride[stride] for stride in _STRIDES if stride in by_stride]
+    one_stride = len(by_stride) == len(stages) == 1
+    if not one_stride and len(stages) < 2 or any(
+            b.stride != 2 * a.stride for a, b in zip(stages, stages[1:], strict=False)):
         raise ValueError(
             f'a feature pyramid needs maps of strides such as 4, 8, 16 and 32, and this backbone has '
-            f'{info.reduction()}: choose one with stages (a plain vision transformer has none)')
+            f'{info.reduction()}: choose one with stages, or a plain vision transformer with patches of 8, 16 or 32')
     return stages
 
 
@@ -143,7 +204,8 @@ def freeze_stages(body: nn.Module, trainable_layers: int) -> None:
     """Freezes the first parts of a backbone, weights and norm statistics, in training mode too.
 
     The parts are counted as torchvision does for `trainable_backbone_layers`: from the end, the stages of strides 32 to
-    4 (as far as the backbone has them), and at last what comes before them.
+    4 (as far as the backbone has them), and at last what comes before them. Those of a plain vision transformer are its
+    blocks, and at last its embedding.
 
     Args:
         body: Backbone that timm built with `features_only=True`; batch norms of frozen parts are replaced in place by
@@ -154,6 +216,11 @@ def freeze_stages(body: nn.Module, trainable_layers: int) -> None:
         ValueError: The number is out of range, or the backbone's stages are not modules of their own.
     """
     stages = pyramid_stages(body)
+    if len(stages) == 1:
+        info = body.feature_info
+        stages = [
+            Stage(i, entry['reduction'], entry['num_chs'], entry['module'])
+            for i, entry in enumerate(info.info[:info.info.index(info.get_dicts()[-1]) + 1])]
     if not 0 <= trainable_layers <= len(stages) + 1:
         raise ValueError(f'trainable_layers must be from 0 to {len(stages) + 1}, got {trainable_layers}')
     if trainable_layers > len(stages):

@@ -31,7 +31,8 @@ def mask_rcnn(
     `mask_rcnn('resnet50', 91)` is torchvision's `maskrcnn_resnet50_fpn`: state dicts go both ways. With attention,
     exactly the attention's tensors are new, and it starts as the identity. With `backbone='ea_resnet50'` and
     `attention='ea'` it is the "res3-4+fpn1-5" model of the efficient attention paper (arXiv 1812.01243, Tables 2 and
-    9). Inputs, targets, losses and predictions are torchvision's.
+    9). A plain vision transformer has the feature pyramid of ViTDet. Inputs, targets, losses and predictions are
+    torchvision's.
 
     Args:
         backbone: Name of a model of the zoo or of timm, or a model that timm built with `features_only=True`.
@@ -41,7 +42,8 @@ def mask_rcnn(
         attention_kwargs: Arguments of the attention operator; key and value width are 64 by default.
         pretrained_backbone: Load the backbone's pretrained weights.
         trainable_backbone_layers: Number of parts of the backbone that are trained, counted from its end, 5 being all
-            as a rule; None for torchvision's habit: 3 of a pretrained backbone, else all. See `freeze_stages`.
+            as a rule; None for torchvision's habit: 3 of a pretrained backbone, else all, and all of a plain vision
+            transformer, as in ViTDet. See `freeze_stages`.
         freeze_norm: Freeze the backbone's batch norms, see `freeze_norms`; None for torchvision's habit: those of a
             pretrained backbone.
         backbone_kwargs: More arguments of the backbone.
@@ -98,9 +100,10 @@ def _build_pyramid(
     else:
         body = backbone
     pyramid = PyramidBackbone(body, attention, attention_levels, attention_kwargs)
-    if trainable_backbone_layers is None:
-        trainable_backbone_layers = 3 if pretrained_backbone else len(pyramid.strides)
-    freeze_stages(body, trainable_backbone_layers)
+    if trainable_backbone_layers is None and pretrained_backbone and len(pyramid.indices) > 1:
+        trainable_backbone_layers = 3
+    if trainable_backbone_layers is not None:
+        freeze_stages(body, trainable_backbone_layers)
     if pretrained_backbone if freeze_norm is None else freeze_norm:
         freeze_norms(body)
     return pyramid

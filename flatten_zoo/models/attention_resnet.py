@@ -18,6 +18,7 @@ from timm.models.resnet import Bottleneck
 from torch import nn
 
 from ..layers import EfficientAttention, InterlacedSparseAttention, NonLocalAttention
+from ._features import check_out_indices
 from ._flatten import unwrap_state_dict
 
 __all__ = ['OPERATORS', 'AttentionResNet']
@@ -117,9 +118,11 @@ def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: AttentionRe
 
 def _create_attention_resnet(variant: str, pretrained: bool = False, **kwargs) -> AttentionResNet:
     kind, architecture = variant.split('_', 1)
-    model_args = {**_ARCHITECTURES[architecture], 'attn_layer': OPERATORS[kind]}
+    kwargs = {**_ARCHITECTURES[architecture], 'attn_layer': OPERATORS[kind], **kwargs}
+    if 'out_indices' in kwargs:
+        check_out_indices(kwargs['out_indices'], 1 + len(kwargs['layers']))
     return build_model_with_cfg(
-        AttentionResNet, variant, pretrained, pretrained_filter_fn=checkpoint_filter_fn, **{**model_args, **kwargs})
+        AttentionResNet, variant, pretrained, pretrained_filter_fn=checkpoint_filter_fn, **kwargs)
 
 
 def _default_cfgs() -> dict[str, Any]:

@@ -14,6 +14,7 @@ from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_c
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
+from ._features import check_out_indices
 from ._flatten import fit_position_tensors, flatten_cfg, focused_twin, resolve_attn_types, unwrap_state_dict
 from ._patch_embed import PatchEmbed
 
@@ -226,7 +227,8 @@ def checkpoint_filter_fn(checkpoint: dict, model: nn.Module) -> dict[str, torch.
 
 
 def _create_flatten_deit(variant: str, pretrained: bool = False, **kwargs) -> FlattenViT:
-    out_indices = kwargs.pop('out_indices', 3)
+    out_indices = kwargs.pop('out_indices', min(3, kwargs['depth']))
+    check_out_indices(out_indices, kwargs['depth'])
     return build_model_with_cfg(
         FlattenViT,
         variant,

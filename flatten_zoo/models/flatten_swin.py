@@ -15,6 +15,7 @@ from timm.models import generate_default_cfgs, register_model, swin_transformer
 from timm.models.swin_transformer import PatchMerging, SwinTransformer, SwinTransformerBlock
 from torch import nn
 
+from ._features import check_out_indices
 from ._flatten import (
     fit_position_tensors,
     flatten_cfg,
@@ -191,6 +192,7 @@ def official_extras(model: FlattenSwin) -> dict[str, torch.Tensor]:
 
 def _create_flatten_swin(variant: str, pretrained: bool = False, **kwargs) -> FlattenSwin:
     out_indices = kwargs.pop('out_indices', tuple(range(len(kwargs['depths']))))
+    check_out_indices(out_indices, len(kwargs['depths']))
     return build_released_model(
         FlattenSwin,
         variant,
