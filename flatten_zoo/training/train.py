@@ -165,7 +165,7 @@ class Run:
         metric = figures and figures[args.eval_metric]
         if trainer.scheduler is not None:
             trainer.scheduler.step(epoch + 1, metric)
-        trainer.position = None
+        trainer.go_to(epoch + 1)
         best, best_epoch = self.saver.save_checkpoint(epoch, metric)
         return 'unknown' if best is None else f'{args.eval_metric} {best:.4g} at epoch {best_epoch}'
 
