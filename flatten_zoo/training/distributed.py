@@ -18,7 +18,7 @@ from flatten_zoo.errors import UsageError, first_line
 
 __all__ = [
     'as_one', 'check_alone', 'distribute_batch_norm', 'first_of_machine_ahead', 'from_first', 'gathered', 'highest',
-    'is_first', 'join', 'rank', 'total', 'wait_for_all', 'world_size',
+    'is_first', 'is_first_to_fail', 'join', 'rank', 'total', 'wait_for_all', 'world_size',
 ]
 
 T = TypeVar('T')
@@ -89,13 +89,13 @@ def as_one() -> Iterator[None]:
     try:
         yield
     except UsageError:
-        if _is_first_to_fail():
+        if is_first_to_fail():
             raise
         sys.exit(2)
     except RuntimeError as e:
         if not _is_of_communication(e):
             raise
-        if _is_first_to_fail(report=False):
+        if is_first_to_fail(report=False):
             reason = re.sub(r'\[\S+\.cc:\d+\] ', '', first_line(e))
             print(f'error: another process of this run has ended or is out of reach: {reason}', file=sys.stderr)
         sys.exit(1)
@@ -106,7 +106,7 @@ def as_one() -> Iterator[None]:
 _FAILURES = 'flatten_zoo/failures'
 
 
-def _is_first_to_fail(report: bool = True) -> bool:
+def is_first_to_fail(report: bool = True) -> bool:
     """Whether no other process has reported an error; with `report`, this one has from now on."""
     if not dist.is_initialized():  # still at the command line, which is the same for all
         if world_info_from_env()[0] == 0:
