@@ -198,7 +198,7 @@ def lay_out_gradients(model: nn.Module) -> None:
     DistributedDataParallel compares them, and warns of a difference that is none in memory.
     """
     for parameter in model.parameters():
-        if 1 in parameter.shape:
+        if parameter.requires_grad and 1 in parameter.shape:
             parameter.register_hook(partial(_laid_out, sizes=parameter.shape, strides=parameter.stride()))
 
 

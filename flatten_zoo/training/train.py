@@ -91,7 +91,7 @@ def train(argv: Sequence[str] | None) -> int:
             raise
         raise UsageError(f'cannot write the output: {e.strerror}; {what_is_left(run)}') from e
     except KeyboardInterrupt as e:
-        bereft = e.__cause__ is not None  # of another process, perhaps the first
+        bereft = world_size() > 1 and e.__cause__ is not None  # of another process, perhaps the first
         if is_first_to_fail() if bereft else is_first():
             log.warning('interrupted%s; %s', ' as another process has ended' if bereft else '', what_is_left(run))
         return exit_status(e)
@@ -105,8 +105,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     folder = Path(os.path.abspath(args.resume))
     if args.resume not in ('', 'auto') and folder.is_dir():
         run = recorded_options(folder, '--resume')
-        start = ('pretrained', 'pretrained_path', 'initial_checkpoint', 'start_epoch', 'no_resume_opt')  # the run's own
-        run = {name: value for name, value in run.items() if name not in start}
+        for name in ('pretrained', 'pretrained_path', 'initial_checkpoint', 'start_epoch', 'no_resume_opt'):
+            run.pop(name, None)  # how the run began
         parser.set_defaults(**run | {'output': str(folder.parent), 'experiment': folder.name})
         args = parser.parse_with_config(argv)
     check_train_options(args)
