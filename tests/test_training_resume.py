@@ -423,6 +423,9 @@ def test_what_cannot_be_continued_is_refused(tmp_path, images, capsys):
     assert train(tmp_path, images, '--epochs', 2) == 0
     folder = tmp_path / 'run'
     assert 'no such file' in refused(capsys, tmp_path, images, '--resume', tmp_path / 'none.pth.tar')
+    assert 'no such file' in refused(capsys, tmp_path, images, '--resume', 'long' * 100)
+    assert 'cannot make the output folder' in refused(
+        capsys, tmp_path, images, '--resume', 'auto', '--experiment', 'long' * 100)
     (tmp_path / 'empty').mkdir()
     assert 'it has no args.yaml' in refused(capsys, tmp_path, images, '--resume', tmp_path / 'empty')
     (tmp_path / 'empty' / 'args.yaml').write_bytes((folder / 'args.yaml').read_bytes())

@@ -136,9 +136,9 @@ def last_checkpoint(folder: Path) -> Path | None:
     Raises:
         UsageError: The last checkpoint is damaged.
     """
-    found = recoveries(folder)
+    found = recoveries(folder) if os.path.isdir(folder) else {}
     last = folder / LAST
-    if last.is_file():
+    if os.path.isfile(last):
         found[(read_saved(last).get('epoch', -1) + 1, 0) if found else (0, 0)] = last
     return found[max(found)] if found else None
 

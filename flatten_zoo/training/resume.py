@@ -1,5 +1,6 @@
 """Continuing a training run where an earlier process left it."""
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +29,11 @@ def find_resumed(args: argparse.Namespace) -> Path | None:
             raise UsageError('--resume auto needs --experiment: it continues from its last checkpoint')
         return last_checkpoint(Path(args.output or 'output/train', args.experiment))
     path = Path(args.resume)
-    if path.is_dir():
+    if os.path.isdir(path):
         path = last_checkpoint(path)
         if path is None:
             raise UsageError(f"--resume '{args.resume}': there is no checkpoint in this folder yet")
-    elif not path.is_file():
+    elif not os.path.isfile(path):
         raise UsageError(f"--resume '{args.resume}': there is no such file; 'auto' takes the experiment's last one")
     return path
 

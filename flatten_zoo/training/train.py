@@ -102,8 +102,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options; where `--resume` is a run's folder, those that are not given are the run's."""
     parser = train_parser()
     args = parser.parse_with_config(argv)
-    folder = Path(os.path.abspath(args.resume))
-    if args.resume not in ('', 'auto') and folder.is_dir():
+    if args.resume not in ('', 'auto') and os.path.isdir(args.resume):
+        folder = Path(os.path.abspath(args.resume))
         run = recorded_options(folder, '--resume')
         for name in ('pretrained', 'pretrained_path', 'initial_checkpoint', 'start_epoch', 'no_resume_opt'):
             run.pop(name, None)  # how the run began
@@ -258,7 +258,7 @@ def prepare(args: argparse.Namespace) -> Run:
     scheduler, epochs = build_scheduler(args, optimizer, updates, start)
     mixup = mixup_arguments(args)
     folder = from_first(output_folder(args, config['input_size'][-1]) if is_first() else None)
-    lock = claim(folder, resumed) if is_first() and folder.exists() else None
+    lock = claim(folder, resumed) if is_first() and os.path.exists(folder) else None
     trainer = Trainer(
         args, numerics, task, optimizer, scheduler, loader,
         mixup=Mixup(**mixup) if mixup and args.no_prefetcher else None, folder=folder)
