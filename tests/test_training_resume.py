@@ -132,7 +132,8 @@ def test_folder_to_continue_has_the_options(tmp_path):
     folder.mkdir()
     (folder / 'args.yaml').write_text(yaml.safe_dump({
         'model': 'test_vit', 'epochs': 7, 'lr': 0.5, 'output': 'elsewhere', 'experiment': '', 'resume': 'a.pth.tar',
-        'start_epoch': 3, 'no_resume_opt': True, 'pretrained': True, 'initial_checkpoint': 'a.pth.tar'}))
+        'start_epoch': 3, 'no_resume_opt': True, 'pretrained': True, 'initial_checkpoint': 'a.pth.tar',
+        'dataset_download': True, 'dataset_trust_remote_code': True, 'device_modules': ['antigravity']}))
     args = training.parse(['--resume', str(folder), '--lr', '0.25'])
     theirs = {'model': 'test_vit', 'epochs': 7, 'lr': 0.25, 'output': str(tmp_path), 'experiment': 'run'}
     assert vars(args) == vars(train_parser().parse_with_config([])) | theirs | {'resume': str(folder)}

@@ -105,8 +105,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.resume not in ('', 'auto') and os.path.isdir(args.resume):
         folder = Path(os.path.abspath(args.resume))
         run = recorded_options(folder, '--resume')
-        for name in ('pretrained', 'pretrained_path', 'initial_checkpoint', 'start_epoch', 'no_resume_opt'):
-            run.pop(name, None)  # how the run began
+        began = ('pretrained', 'pretrained_path', 'initial_checkpoint', 'start_epoch', 'no_resume_opt')
+        trusted = ('dataset_download', 'dataset_trust_remote_code', 'device_modules')  # not for a file to say
+        for name in (*began, *trusted):
+            run.pop(name, None)
         parser.set_defaults(**run | {'output': str(folder.parent), 'experiment': folder.name})
         args = parser.parse_with_config(argv)
     check_train_options(args)
