@@ -83,7 +83,7 @@ def test_command_writes_everything_and_learns(tmp_path, images):
     assert float(best['eval_top1']) > 60
     assert (folder / 'curves.png').read_bytes().startswith(b'\x89PNG')
     assert {p.name for p in folder.iterdir()} == {
-        'args.yaml', 'summary.csv', 'curves.png', 'last.pth.tar', 'model_best.pth.tar',
+        '.lock', 'args.yaml', 'summary.csv', 'curves.png', 'last.pth.tar', 'model_best.pth.tar',
         *(f'checkpoint-{epoch}.pth.tar' for epoch in range(4))}
     assert 'epoch 0/4  batch 2/6  loss ' in log
     assert '\r' not in log

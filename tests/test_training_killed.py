@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from flatten_zoo.errors import report_usage_errors
 from flatten_zoo.training import checkpoints
-from flatten_zoo.training.train import main
+from flatten_zoo.training.train import claim, main
 
 from .test_training_resume import assert_same_end
 from .tiny_images import write_images
@@ -175,3 +175,33 @@ def test_killed_before_every_single_file_operation(tmp_path, images):
         assert not life.end(120)
         assert_same_end(whole, life.folder)
     assert number > 30
+
+
+def stay(folder: Path, sender) -> None:
+    """Claim a folder for good, with a process that survives this one, as a loader's does for some seconds."""
+    lock = claim(folder)
+    child = os.fork()
+    if child:
+        sender.send(child)
+    while not lock.closed:
+        signal.pause()
+
+
+def test_second_process_is_refused_until_the_first_ends(tmp_path, images, capsys):
+    folder = tmp_path / 'run'
+    receiver, sender = processes.Pipe(duplex=False)
+    first = processes.Process(target=stay, args=(folder, sender))
+    first.start()
+    child = receiver.recv()
+    argv = [*TINY, str(images), '--output', str(tmp_path), '--epochs', '1', '--warmup-epochs', '0']
+    try:
+        assert report_usage_errors(lambda: main(argv)) == 2
+        assert capsys.readouterr().err.endswith(
+            f"error: another process is training in '{folder}': wait for its end, or choose another --experiment\n")
+        assert [path.name for path in folder.iterdir()] == ['.lock']
+        first.kill()
+        first.join()
+        assert main(argv) == 0
+    finally:
+        first.kill()
+        os.kill(child, signal.SIGKILL)

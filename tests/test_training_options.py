@@ -170,6 +170,9 @@ def test_mistakes_on_the_command_line_are_named(argv, message):
     ('--train-img-sizes 32 64 --train-batch-sizes 3 2 --mixup 0.1', 'must be even'),
     ('--variable-batch-loss-scale sqrt', '--variable-batch-loss-scale needs --train-batch-sizes'),
     ('--train-img-sizes 32 --variable-batch-loss-scale linear', 'needs --train-batch-sizes'),
+    ('--experiment a/../../b', "--experiment 'a/../../b' is no folder in --output"),
+    ('--experiment /b', "--experiment '/b' is no folder in --output"),
+    ('--experiment .', "--experiment '.' is no folder in --output"),
     ('--tta -1', '--tta -1: must be at least 0'),
     ('--tta 11', '--tta 11: there are 10 views of an image'),
 ])

@@ -10,18 +10,21 @@ import sys
 import time
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from flatten_zoo.errors import report_usage_errors
-from flatten_zoo.training import checkpoints, engine
+from flatten_zoo.training import checkpoints, engine, interrupts
 from flatten_zoo.training import train as training
 from flatten_zoo.training.checkpoints import last_checkpoint
+from flatten_zoo.training.options import train_parser
 from flatten_zoo.training.randomness import random_state, set_random_state
 from flatten_zoo.training.train import main
 
-from .tiny_images import write_images, write_shards
+from .tiny_images import write_images, write_parquet, write_shards
 
 ROOT = Path(__file__).parents[1]
 TINY = shlex.split(
@@ -120,8 +123,73 @@ def test_interrupted_run_ends_like_one_that_was_not(tmp_path, images, monkeypatc
     with monkeypatch.context() as patch:
         interrupt(patch, 2)
         assert train(tmp_path / 'parts', images, *options, '--resume', 'auto') == 130
-    assert train(tmp_path / 'parts', images, *options, '--resume', 'auto') == 0
+    assert main(['--resume', str(tmp_path / 'parts' / 'run')]) == 0
     assert_same_end(tmp_path / 'whole' / 'run', tmp_path / 'parts' / 'run')
+
+
+def test_folder_to_continue_has_the_options(tmp_path):
+    folder = tmp_path / 'run'
+    folder.mkdir()
+    (folder / 'args.yaml').write_text(yaml.safe_dump({
+        'model': 'test_vit', 'epochs': 7, 'lr': 0.5, 'output': 'elsewhere', 'experiment': '', 'resume': 'a.pth.tar',
+        'start_epoch': 3, 'no_resume_opt': True, 'pretrained': True, 'initial_checkpoint': 'a.pth.tar',
+        'dataset_download': True, 'dataset_trust_remote_code': True, 'device_modules': ['antigravity']}))
+    args = training.parse(['--resume', str(folder), '--lr', '0.25'])
+    theirs = {'model': 'test_vit', 'epochs': 7, 'lr': 0.25, 'output': str(tmp_path), 'experiment': 'run'}
+    assert vars(args) == vars(train_parser().parse_with_config([])) | theirs | {'resume': str(folder)}
+
+
+@pytest.mark.parametrize('data, before, after, anew', [
+    ('images', '-b 6', '-b 8', True),
+    ('images', '--grad-accum-steps 2', '--grad-accum-steps 1', True),
+    ('images', '--epochs 3', '--epochs 4', False),
+    ('images', '-j 0', '-j 1', False),
+    ('images', *(f'--train-img-sizes 24 32 --train-batch-sizes {sizes}' for sizes in ('8 4', '6 3')), True),
+    ('shards', '-j 0', '-j 2', True),
+    ('parquet', '--epoch-repeats 0', '--epoch-repeats 2', True),
+])
+def test_changed_batches_updates_and_epochs(tmp_path, images, monkeypatch, caplog, data, before, after, anew):
+    """From where it goes on, the run has the rates and batches of one that had the new options all along."""
+    monkeypatch.setattr(datasets.config, 'SLEEP_TIME_ON_THREADS_SHUTDOWN', 0.1)
+    monkeypatch.setattr(training, 'draw_curves', lambda *args: None)
+    stream = []
+    if data == 'shards':
+        images, stream = write_shards(tmp_path / 'shards', images), ['--dataset', 'wds/tiny']
+    elif data == 'parquet':
+        write_parquet(tmp_path / 'parquet', images)
+        images, stream = tmp_path / 'cache', ['--dataset', f'hfids/{tmp_path}/parquet', '--train-num-samples', 24]
+    batches, backward = [], engine.Trainer._backward
+
+    def recorded(self, images, *args):
+        batches.append((len(images), self.learning_rate(), self.updates))
+        return backward(self, images, *args)
+
+    def run(options: str, status: int = 0) -> list[tuple[int, float, int]]:
+        """Images, learning rate, and updates before, of every batch that a run trains on."""
+        batches.clear()
+        fixed = (*stream, '--epochs', 3, '--val-split', '', '--sched-on-updates', '--log-interval', 1)
+        assert train(tmp_path, images, *fixed, *options.split()) == status
+        return list(batches)
+
+    monkeypatch.setattr(engine.Trainer, '_backward', recorded)
+    whole = run(f'{after} --experiment whole')
+    epochs = 4 if after == '--epochs 4' else 3
+    length = len(whole) // epochs
+
+    with monkeypatch.context() as patch:
+        interrupt(patch, 2)
+        run(before, 130)
+    assert run(f'{after} --resume auto') == whole[2 * length:]
+
+    with monkeypatch.context() as patch:
+        terminate_at(patch, engine.Trainer, '_update', 2)
+        done = len(run(f'{before} --experiment within', 143))
+    first = 0 if anew else done
+    caplog.clear()
+    assert run(f'{after} --experiment within --resume auto') == whole[first:]
+    assert ('divided into other batches or updates: it starts anew' in caplog.text) == anew
+    progress = [line.split('  loss')[0] for line in caplog.messages if line.startswith(f'epoch 0/{epochs}  batch')]
+    assert progress == [f'epoch 0/{epochs}  batch {number}/{length}' for number in range(first + 1, length + 1)]
 
 
 @pytest.mark.parametrize('workers', [0, 2])
@@ -199,6 +267,15 @@ def test_terminated_command_can_be_continued(tmp_path, images):
     assert train(tmp_path, images, '--epochs', epoch + 2, '--resume', 'auto') == 0
 
 
+def test_end_of_torchrun_ends_its_processes(tmp_path, images, monkeypatch):
+    update = engine.Trainer._update
+    monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'none')
+    monkeypatch.setattr(engine.Trainer, '_update', lambda self: (
+        update(self), monkeypatch.setattr(interrupts, '_parent', 0)))
+    assert train(tmp_path, images) == 143
+    assert last_checkpoint(tmp_path / 'run').name == 'recovery-0-1.pth.tar'
+
+
 def torchs_error(cause: Exception | None = None) -> RuntimeError:
     """What torch raises when it cannot write."""
     error = RuntimeError('unexpected pos 704 vs 598\nfile 3')
@@ -217,12 +294,9 @@ def test_full_disk_is_said_and_loses_nothing(tmp_path, images, monkeypatch, caps
     before = {path.name: path.read_bytes() for path in folder.glob('*.pth.tar')}
 
     def save(state, file):
-        if state['epoch'] == 1:
-            file.write(b'half')
-            raise error
-        return original(state, file)
+        file.write(b'half')
+        raise error
 
-    original = torch.save
     monkeypatch.setattr(checkpoints.torch, 'save', save)
     capsys.readouterr()
     assert report_usage_errors(lambda: train(tmp_path, images, '--epochs', 3, '--resume', 'auto')) == 2
@@ -230,6 +304,8 @@ def test_full_disk_is_said_and_loses_nothing(tmp_path, images, monkeypatch, caps
     after = {path.name for path in folder.glob('*.pth.tar')}
     assert after == set(before)
     assert torch.load(folder / 'last.pth.tar', weights_only=True)['epoch'] == 0
+    assert report_usage_errors(lambda: train(tmp_path, images, '--epochs', 1, '--experiment', 'new')) == 2
+    assert capsys.readouterr().err.endswith(f"in '{tmp_path}/new': {reason}; there is no earlier one\n")
 
 
 @pytest.mark.parametrize('name', ['update_summary', 'draw_curves', 'write_options_file'])
@@ -348,6 +424,14 @@ def test_what_cannot_be_continued_is_refused(tmp_path, images, capsys):
     assert train(tmp_path, images, '--epochs', 2) == 0
     folder = tmp_path / 'run'
     assert 'no such file' in refused(capsys, tmp_path, images, '--resume', tmp_path / 'none.pth.tar')
+    assert 'no such file' in refused(capsys, tmp_path, images, '--resume', 'long' * 100)
+    assert 'cannot make the output folder' in refused(
+        capsys, tmp_path, images, '--resume', 'auto', '--experiment', 'long' * 100)
+    (tmp_path / 'empty').mkdir()
+    assert 'it has no args.yaml' in refused(capsys, tmp_path, images, '--resume', tmp_path / 'empty')
+    (tmp_path / 'empty' / 'args.yaml').write_bytes((folder / 'args.yaml').read_bytes())
+    assert 'there is no checkpoint in this folder' in refused(
+        capsys, tmp_path, images, '--resume', tmp_path / 'empty')
     assert '--resume auto needs --experiment' in refused(
         capsys, tmp_path, images, '--resume', 'auto', '--experiment', '')
     assert 'holds an earlier run' in refused(capsys, tmp_path, images, '--resume', folder / 'checkpoint-0.pth.tar')

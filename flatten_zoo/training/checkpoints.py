@@ -93,9 +93,10 @@ class Checkpoints(CheckpointSaver):
             if isinstance(e, OSError | RuntimeError):  # torch raises the latter while it handles the former
                 cause = e if isinstance(e, OSError) else e.__context__
                 reason = getattr(cause, 'strerror', None) or first_line(e)
-                raise UsageError(
-                    f"cannot write a checkpoint in '{self.checkpoint_dir}': {reason}; the earlier ones are whole, "
-                    f'--resume auto continues from there') from e
+                left = 'there is no earlier one'
+                if last_checkpoint(Path(self.checkpoint_dir)):
+                    left = 'the earlier ones are whole, --resume auto continues from there'
+                raise UsageError(f"cannot write a checkpoint in '{self.checkpoint_dir}': {reason}; {left}") from e
             raise
 
     def _replace(self, src: str, dst: str) -> None:
@@ -135,9 +136,9 @@ def last_checkpoint(folder: Path) -> Path | None:
     Raises:
         UsageError: The last checkpoint is damaged.
     """
-    found = recoveries(folder)
+    found = recoveries(folder) if os.path.isdir(folder) else {}
     last = folder / LAST
-    if last.is_file():
+    if os.path.isfile(last):
         found[(read_saved(last).get('epoch', -1) + 1, 0) if found else (0, 0)] = last
     return found[max(found)] if found else None
 

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -12,13 +13,14 @@ import torch.distributed as dist
 from timm.task import TrainingTask
 from timm.utils import distribute_bn
 from timm.utils.distributed import init_distributed_device_so, is_distributed_env, world_info_from_env
+from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 from flatten_zoo.errors import UsageError, first_line
 
 __all__ = [
     'as_one', 'check_alone', 'distribute_batch_norm', 'first_of_machine_ahead', 'from_first', 'gathered', 'highest',
-    'is_first', 'join', 'rank', 'total', 'wait_for_all', 'world_size',
+    'is_first', 'is_first_to_fail', 'join', 'lay_out_gradients', 'rank', 'total', 'wait_for_all', 'world_size',
 ]
 
 T = TypeVar('T')
@@ -89,13 +91,13 @@ def as_one() -> Iterator[None]:
     try:
         yield
     except UsageError:
-        if _is_first_to_fail():
+        if is_first_to_fail():
             raise
         sys.exit(2)
     except RuntimeError as e:
         if not _is_of_communication(e):
             raise
-        if _is_first_to_fail(report=False):
+        if is_first_to_fail(report=False):
             reason = re.sub(r'\[\S+\.cc:\d+\] ', '', first_line(e))
             print(f'error: another process of this run has ended or is out of reach: {reason}', file=sys.stderr)
         sys.exit(1)
@@ -106,7 +108,7 @@ def as_one() -> Iterator[None]:
 _FAILURES = 'flatten_zoo/failures'
 
 
-def _is_first_to_fail(report: bool = True) -> bool:
+def is_first_to_fail(report: bool = True) -> bool:
     """Whether no other process has reported an error; with `report`, this one has from now on."""
     if not dist.is_initialized():  # still at the command line, which is the same for all
         if world_info_from_env()[0] == 0:
@@ -188,3 +190,18 @@ def distribute_batch_norm(task: TrainingTask, how: str) -> None:
         model = task.get_trainable_module(ema=ema)
         if model is not None:
             distribute_bn(model, world_size(), reduce=how == 'reduce')
+
+
+def lay_out_gradients(model: nn.Module) -> None:
+    """Give gradients their parameters' strides where size 1 leaves them open, as in a depthwise convolution's weight.
+
+    DistributedDataParallel compares them, and warns of a difference that is none in memory.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad and 1 in parameter.shape:
+            parameter.register_hook(partial(_laid_out, sizes=parameter.shape, strides=parameter.stride()))
+
+
+def _laid_out(gradient: torch.Tensor, sizes: torch.Size, strides: tuple[int, ...]) -> torch.Tensor:
+    same = all(ours == theirs for size, ours, theirs in zip(sizes, gradient.stride(), strides, strict=True) if size > 1)
+    return gradient.as_strided(sizes, strides) if same else gradient

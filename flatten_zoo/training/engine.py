@@ -15,6 +15,7 @@ from timm.task import TrainingTask
 from timm.task.evaluator import ClassificationEvaluator
 from timm.utils import dispatch_clip_grad, unwrap_model
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from flatten_zoo.errors import UsageError
 
@@ -24,6 +25,7 @@ from .logs import log
 from .numerics import Numerics
 from .progress import Progress
 from .randomness import random_state, set_random_state
+from .recipe import updates_per_epoch
 
 __all__ = ['Trainer', 'evaluate']
 
@@ -102,8 +104,9 @@ class Trainer:
         closed = True
         progress = Progress(self.loader, label, self.args.log_interval)
         for index, (images, target) in enumerate(progress):
-            if index < done:
-                if index + 1 == done:  # trained on before; the random numbers go on from here
+            if index < done:  # trained on before
+                progress.skip()
+                if index + 1 == done:  # the random numbers go on from here
                     set_random_state(position.now, self.numerics.device)
                 continue
             images, target = self._prepare_batch(images, target, index)
@@ -158,6 +161,7 @@ class Trainer:
         run['generators'] = {name: generator.get_state() for name, generator in self._generators().items()}
         if self.position is not None and self.position.batches:
             run['position'] = {**vars(self.position), 'loss_sum': float(self.position.loss_sum)}
+            run['division'] = self._division()
         if not is_first():
             run['statistics'] = [statistics.cpu() for statistics in self._own_statistics()]
         return run
@@ -171,6 +175,20 @@ class Trainer:
             buffer for model in models if model is not None for name, buffer in model.named_buffers()
             if name.endswith(('running_mean', 'running_var'))]
 
+    def _division(self) -> dict[str, Any]:
+        """What divides the images of an epoch into batches and updates, so that a position in it means something."""
+        names = ['batch_size', 'grad_accum_steps'] + ['workers'] * isinstance(self.loader.dataset, IterableDataset)
+        names += [name for name in vars(self.args) if name.startswith(('train_batch', 'train_size'))]
+        return {name: getattr(self.args, name) for name in names} | {'batches': len(self.loader)}
+
+    def go_to(self, epoch: int, position: Position | None = None) -> None:
+        """Set the place in training; the updates before it, by which rates may be scheduled, follow from the place."""
+        self.position = position
+        before = epoch * updates_per_epoch(self.args, len(self.loader))
+        self.updates = before + updates_per_epoch(self.args, position.batches if position else 0)
+        if self.scheduler is not None:
+            self.scheduler.step_update(self.updates)
+
     def load_state_dict(self, checkpoint: dict[str, Any], epoch: int, with_optimizer: bool) -> None:
         """Continue from a checkpoint.
 
@@ -180,14 +198,13 @@ class Trainer:
             with_optimizer: Whether to take over the states of the optimizer, the loss scaling and the plateau.
         """
         run = self._run_to_continue(checkpoint)
-        self.updates = run.get('updates', self.updates)
         if with_optimizer:
             self.optimizer.load_state_dict(checkpoint['optimizer'])
             if self.scaler.is_enabled() and 'amp_scaler' in checkpoint:
                 self.scaler.load_state_dict(checkpoint['amp_scaler'])
+        self.go_to(epoch, Position(**run['position']) if 'position' in run else None)
         if not isinstance(self.scheduler, PlateauLRScheduler):
             if self.scheduler is not None:  # the options' rates, whatever the optimizer had
-                self.scheduler.step_update(self.updates)
                 self.scheduler.step(epoch)
         elif with_optimizer and 'plateau' in run:
             self.scheduler.lr_scheduler.load_state_dict(run['plateau']['state'])
@@ -195,11 +212,9 @@ class Trainer:
         for name, generator in self._generators().items():
             if name in run.get('generators', {}):
                 generator.set_state(run['generators'][name])
-        if 'position' in run:
-            self.position = Position(**run['position'])
         for ours, theirs in zip(self._own_statistics(), run.get('statistics', ()), strict=False):
             ours.copy_(theirs)
-        if 'position' in run:
+        if self.position is not None:
             set_random_state(self.position.start, self.numerics.device)
         elif 'random' in run:
             set_random_state(run['random'], self.numerics.device)
@@ -209,12 +224,16 @@ class Trainer:
         runs = [checkpoint.get('run', {}), *checkpoint.get('other_runs', ())]
         if len(runs) != world_size():
             log.info(
-                'the checkpoint is of %d process%s and this run of %d: the epoch starts with other random numbers',
-                len(runs), 'es' if len(runs) > 1 else '', world_size())
+                'the checkpoint is of %d process%s and this run of %d: the epoch starts %swith other random numbers',
+                len(runs), 'es' if len(runs) > 1 else '', world_size(), 'anew, ' if 'position' in runs[0] else '')
             return {key: value for key, value in runs[0].items() if key in ('plateau', 'generators')}
+        run = runs[rank()] | {key: value for key, value in runs[0].items() if key == 'plateau'}
         if self.args.start_epoch is not None:  # another place than the checkpoint's
-            return {key: value for key, value in runs[rank()].items() if key not in ('updates', 'position')}
-        return runs[rank()] | {key: value for key, value in runs[0].items() if key == 'plateau'}
+            run.pop('position', None)
+        elif 'position' in run and run.get('division') != self._division():
+            log.info('the checkpoint is of an epoch that was divided into other batches or updates: it starts anew')
+            run['random'] = run.pop('position')['start']
+        return run
 
     def _epochs_start(self) -> Position:
         state = random_state(self.numerics.device)

@@ -22,6 +22,16 @@ class Terminated(KeyboardInterrupt):
 
 _KINDS = (None, KeyboardInterrupt, Terminated)
 _pending = 0  # index of what is waiting in this process
+_parent = os.getppid()
+
+
+def _waiting() -> int:
+    """What is waiting in this process. When torchrun is killed, it cannot terminate its processes, but is missed."""
+    global _pending
+    if not _pending and 'TORCHELASTIC_RUN_ID' in os.environ and os.getppid() != _parent:
+        log.info('torchrun has ended: stopping after this batch')
+        _pending = _KINDS.index(Terminated)
+    return _pending
 
 
 @contextmanager
@@ -58,7 +68,7 @@ def interrupts_between_batches() -> Iterator[None]:
 
 def raise_if_interrupted() -> None:
     """Raise the KeyboardInterrupt or Terminated that is waiting here or in another process; all have to ask."""
-    interruption = _KINDS[highest(_pending)]
+    interruption = _KINDS[highest(_waiting())]
     if interruption is not None:
         raise interruption
 
@@ -81,7 +91,7 @@ def until_interrupted(batches: Iterable, in_step: bool) -> Iterator[Any]:
             if not _pending:
                 raise
             batch = end  # the signal has ended the loader's processes, too
-        if in_step or _pending or batch is end:
+        if in_step or _waiting() or batch is end:
             raise_if_interrupted()
         if batch is not end:
             yield batch

@@ -1,17 +1,20 @@
 """The options of `train.py` and `validate.py`: timm's names, meanings and defaults."""
 import argparse
 import importlib.util
+from pathlib import Path
+from typing import Any
 
 from timm.optim import list_optimizers
 from timm.utils.distributed import is_distributed_env
 
 from flatten_zoo.errors import UsageError, unknown_name
 
-from .config import KeyValues, OptionParser
+from .config import KeyValues, OptionParser, read_options_file
 from .numerics import check_compilation
 from .views import MOST_VIEWS
 
-__all__ = ['REFUSED', 'check_train_options', 'check_validate_options', 'train_parser', 'validate_parser']
+__all__ = [
+    'REFUSED', 'check_train_options', 'check_validate_options', 'recorded_options', 'train_parser', 'validate_parser']
 
 _NAFLEX = 'left out: no model of the zoo is a NaFlex model'
 _DISTILLATION = "left out: distillation is timm's own train.py's; `flatten-zoo run` trains with it"
@@ -130,7 +133,8 @@ def _model_options(parser: OptionParser) -> None:
         '--initial-checkpoint', default='', type=str, metavar='FILE', help='load this checkpoint into the new model')
     group.add_argument(
         '--resume', default='', type=str, metavar='FILE',
-        help="continue a run from this checkpoint; 'auto': from the experiment's own last one, if there is one yet")
+        help="continue a run from this checkpoint, or this output folder's last one and with its options; 'auto': from "
+             "the experiment's own last one, if there is one yet")
     group.add_argument(
         '--no-resume-opt', action='store_true', help="do not continue with the checkpoint's optimizer state")
     _head_options(group)
@@ -371,6 +375,22 @@ def _output_options(parser: OptionParser) -> None:
     group.add_argument('--experiment', default='', type=str, metavar='NAME', help='folder in it; date, model and size')
 
 
+def recorded_options(folder: Path, option: str) -> dict[str, Any]:
+    """The options of a training run.
+
+    Args:
+        folder: Its output folder.
+        option: The option that names the folder, for messages.
+
+    Raises:
+        UsageError: There are none, or they are not those of `train.py`.
+    """
+    path = folder / 'args.yaml'
+    if not path.is_file():
+        raise UsageError(f"{option} '{folder}' is no output folder of train.py: it has no args.yaml")
+    return train_parser().check(read_options_file(path), source=path)
+
+
 def check_train_options(args: argparse.Namespace) -> None:
     """Refuse values and combinations that cannot work.
 
@@ -391,6 +411,9 @@ def check_train_options(args: argparse.Namespace) -> None:
     _check_distribution(args)
     if args.model_dtype == 'float16' and args.model_ema:
         raise UsageError('--model-dtype float16 is too coarse for --model-ema: use bfloat16, or --amp in its place')
+    experiment = Path(args.experiment)
+    if args.experiment and (experiment.is_absolute() or '..' in experiment.parts or not experiment.name):
+        raise UsageError(f"--experiment '{args.experiment}' is no folder in --output: give its name there")
     if args.tta > MOST_VIEWS:
         raise UsageError(f'--tta {args.tta}: there are {MOST_VIEWS} views of an image')
     if args.log_tensorboard and importlib.util.find_spec('tensorboard') is None:

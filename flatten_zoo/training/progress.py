@@ -12,6 +12,7 @@ from .logs import log
 
 __all__ = ['Progress']
 
+
 class Progress:
     """Iterates over batches and shows how far it is.
 
@@ -32,6 +33,7 @@ class Progress:
         self.total = len(batches) or None
         self.on_terminal = sys.stderr.isatty() and is_first()
         self.done = 0
+        self.skipped = 0
         self.images = 0
         self.started = self.shown = time.monotonic()
 
@@ -44,6 +46,12 @@ class Progress:
             for batch in until_interrupted(self.batches, self.in_step):
                 yield batch
                 self.bar.update()
+
+    def skip(self) -> None:
+        """Pass over a batch that an earlier process has finished; it counts for the place, not for the speed."""
+        self.done += 1
+        self.skipped += 1
+        self.started = time.monotonic()
 
     def advance(self, images: int) -> bool:
         """Count a finished batch.
@@ -66,7 +74,7 @@ class Progress:
             self.bar.set_postfix(figures)
             return
         if self.total:
-            figures['left'] = tqdm.format_interval(elapsed / self.done * (self.total - self.done))
+            figures['left'] = tqdm.format_interval(elapsed / (self.done - self.skipped) * (self.total - self.done))
         text = '  '.join(f'{name} {value}' for name, value in figures.items())
         log.info('%s  batch %d/%s  %s', self.label, self.done, self.total or '?', text)
 

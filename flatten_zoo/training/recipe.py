@@ -13,7 +13,7 @@ from torch import nn
 from flatten_zoo.errors import UsageError
 
 from .data import mixup_arguments
-from .distributed import world_size
+from .distributed import lay_out_gradients, world_size
 
 __all__ = ['build_optimizer', 'build_scheduler', 'build_task', 'updates_per_epoch']
 
@@ -40,6 +40,7 @@ def build_task(args: argparse.Namespace, model: nn.Module, device: torch.device)
         if args.model_ema and not args.model_ema_force_cpu:
             task.compile_ema(backend=args.torchcompile, mode=args.torchcompile_mode)
     if world_size() > 1:
+        lay_out_gradients(model)
         task.prepare_distributed(
             device_ids=None if device.type == 'cpu' else [device],
             **{'broadcast_buffers': False} if args.no_ddp_bb else {})

@@ -1,5 +1,6 @@
 """Continuing a training run where an earlier process left it."""
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ def find_resumed(args: argparse.Namespace) -> Path | None:
     """The checkpoint that `--resume` names, None to start anew.
 
     Raises:
-        UsageError: There is no such file, or `auto` lacks an experiment.
+        UsageError: There is no such file, nothing to continue in the folder, or `auto` lacks an experiment.
     """
     if not args.resume:
         return None
@@ -27,9 +28,14 @@ def find_resumed(args: argparse.Namespace) -> Path | None:
         if not args.experiment:
             raise UsageError('--resume auto needs --experiment: it continues from its last checkpoint')
         return last_checkpoint(Path(args.output or 'output/train', args.experiment))
-    if not Path(args.resume).is_file():
+    path = Path(args.resume)
+    if os.path.isdir(path):
+        path = last_checkpoint(path)
+        if path is None:
+            raise UsageError(f"--resume '{args.resume}': there is no checkpoint in this folder yet")
+    elif not os.path.isfile(path):
         raise UsageError(f"--resume '{args.resume}': there is no such file; 'auto' takes the experiment's last one")
-    return Path(args.resume)
+    return path
 
 
 def first_epoch(args: argparse.Namespace, checkpoint: dict[str, Any] | None) -> int:

@@ -2,13 +2,14 @@
 import argparse
 import datetime
 import errno
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from timm.data import Mixup
 from timm.task.evaluator import evaluation_sample_limit
@@ -23,18 +24,33 @@ from flatten_zoo.errors import UsageError
 from .checkpoints import BEST, LAST, Checkpoints, last_checkpoint, load_weights, read_saved, remove_unfinished
 from .config import write_options_file
 from .data import evaluation_loader, input_config, mixup_arguments, open_splits, training_loader
-from .distributed import as_one, first_of_machine_ahead, from_first, is_first, join, rank, wait_for_all, world_size
+from .distributed import (
+    as_one,
+    first_of_machine_ahead,
+    from_first,
+    is_first,
+    is_first_to_fail,
+    join,
+    rank,
+    wait_for_all,
+    world_size,
+)
 from .divergence import Divergence, remedies
 from .engine import Trainer, evaluate
 from .interrupts import Terminated, exit_status, interrupts_between_batches, raise_if_interrupted
 from .logs import log, setup_logging
 from .models import build_training_model, import_device_modules, resolve_device
 from .numerics import Numerics
-from .options import check_train_options, train_parser
+from .options import check_train_options, recorded_options, train_parser
 from .recipe import build_optimizer, build_scheduler, build_task, updates_per_epoch
 from .report import draw_curves, figures_text, log_last_row, next_command, start_tensorboard, start_wandb, trim_summary
 from .resume import find_resumed, first_epoch, resume
 from .sync_bn import synchronize_batch_norm
+
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None
 
 __all__ = ['main']
 
@@ -60,8 +76,7 @@ def train(argv: Sequence[str] | None) -> int:
     """What `main` does, in each of the processes."""
     run = None
     try:
-        args = train_parser().parse_with_config(argv)
-        check_train_options(args)
+        args = parse(argv)
         run = prepare(args)
         with interrupts_between_batches():
             try:
@@ -76,9 +91,28 @@ def train(argv: Sequence[str] | None) -> int:
             raise
         raise UsageError(f'cannot write the output: {e.strerror}; {what_is_left(run)}') from e
     except KeyboardInterrupt as e:
-        log.info('interrupted; %s', what_is_left(run))
+        bereft = world_size() > 1 and e.__cause__ is not None  # of another process, perhaps the first
+        if is_first_to_fail() if bereft else is_first():
+            log.warning('interrupted%s; %s', ' as another process has ended' if bereft else '', what_is_left(run))
         return exit_status(e)
     return 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options; where `--resume` is a run's folder, those that are not given are the run's."""
+    parser = train_parser()
+    args = parser.parse_with_config(argv)
+    if args.resume not in ('', 'auto') and os.path.isdir(args.resume):
+        folder = Path(os.path.abspath(args.resume))
+        run = recorded_options(folder, '--resume')
+        began = ('pretrained', 'pretrained_path', 'initial_checkpoint', 'start_epoch', 'no_resume_opt')
+        trusted = ('dataset_download', 'dataset_trust_remote_code', 'device_modules')  # not for a file to say
+        for name in (*began, *trusted):
+            run.pop(name, None)
+        parser.set_defaults(**run | {'output': str(folder.parent), 'experiment': folder.name})
+        args = parser.parse_with_config(argv)
+    check_train_options(args)
+    return args
 
 
 @dataclass
@@ -93,6 +127,7 @@ class Run:
         saver: Keeps the checkpoints.
         epochs: Number of epochs, warm-up prefix and cooldown included.
         epoch: The current epoch, at first the one to start with.
+        lock: Keeps other processes out of the folder, in the process that writes there.
         tensorboard: Where each row of the summary is logged as well, if anywhere.
     """
     args: argparse.Namespace
@@ -102,6 +137,7 @@ class Run:
     saver: Checkpoints
     epochs: int
     epoch: int
+    lock: TextIO | None = None
     tensorboard: Any = None
 
     def train(self) -> None:
@@ -165,7 +201,7 @@ class Run:
         metric = figures and figures[args.eval_metric]
         if trainer.scheduler is not None:
             trainer.scheduler.step(epoch + 1, metric)
-        trainer.position = None
+        trainer.go_to(epoch + 1)
         best, best_epoch = self.saver.save_checkpoint(epoch, metric)
         return 'unknown' if best is None else f'{args.eval_metric} {best:.4g} at epoch {best_epoch}'
 
@@ -223,7 +259,8 @@ def prepare(args: argparse.Namespace) -> Run:
     updates = updates_per_epoch(args, len(loader))
     scheduler, epochs = build_scheduler(args, optimizer, updates, start)
     mixup = mixup_arguments(args)
-    folder = from_first(output_folder(args, config['input_size'][-1], resumed) if is_first() else None)
+    folder = from_first(output_folder(args, config['input_size'][-1]) if is_first() else None)
+    lock = claim(folder, resumed) if is_first() and os.path.exists(folder) else None
     trainer = Trainer(
         args, numerics, task, optimizer, scheduler, loader,
         mixup=Mixup(**mixup) if mixup and args.no_prefetcher else None, folder=folder)
@@ -231,7 +268,7 @@ def prepare(args: argparse.Namespace) -> Run:
     saver = Checkpoints(
         state=trainer.state_dict, model=model, optimizer=optimizer, args=args, task=task, checkpoint_dir=str(folder),
         recovery_dir=str(folder), decreasing=args.eval_metric == 'loss', max_history=args.checkpoint_hist)
-    run = Run(args, folder, trainer, loader_eval, saver, epochs, start)
+    run = Run(args, folder, trainer, loader_eval, saver, epochs, start, lock)
     if resumed:
         resume(run, resumed, checkpoint)
     start_output(run)
@@ -270,7 +307,9 @@ def start_output(run: Run) -> None:
     if is_first():
         if args.log_wandb:
             start_wandb(args, folder.name)
-        make_folder(folder, run.epoch)
+        run.lock = run.lock or claim(folder)
+        remove_unfinished(folder)
+        trim_summary(folder / 'summary.csv', run.epoch)
         if args.log_tensorboard:
             run.tensorboard = start_tensorboard(folder, run.epoch)
         write_options_file(folder / 'args.yaml', args)
@@ -285,26 +324,38 @@ def size_text(dataset: Dataset | None) -> str:
     return str(shares * len(dataset) or 'a stream')
 
 
-def output_folder(args: argparse.Namespace, size: int, resumed: Path | None) -> Path:
-    """The folder for the run, which does not make it yet.
+def output_folder(args: argparse.Namespace, size: int) -> Path:
+    """The folder for the run, which may not be there yet."""
+    name = args.experiment or f'{datetime.datetime.now():%Y%m%d-%H%M%S}-{args.model.replace("/", "_")}-{size}'
+    return Path(args.output or 'output/train', name)
+
+
+def claim(folder: Path, resumed: Path | None = None) -> TextIO:
+    """Make an output folder, and lock it against other processes until this one closes the returned file or ends.
+
+    Args:
+        folder: Output folder.
+        resumed: Checkpoint that the run continues from.
 
     Raises:
-        UsageError: The folder holds checkpoints of another run, or later ones than that to continue from.
+        UsageError: The folder cannot be made, is another process's, or holds checkpoints of another run, or later ones
+            than that to continue from.
     """
-    name = args.experiment or f'{datetime.datetime.now():%Y%m%d-%H%M%S}-{args.model.replace("/", "_")}-{size}'
-    folder = Path(args.output or 'output/train', name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / '.lock').open('w')
+    except OSError as e:
+        raise UsageError(f"cannot make the output folder '{folder}': {e.strerror}") from e
+    try:
+        if fcntl:  # unlike flock, lockf is not inherited by the loader's processes, which may outlive this one
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        if e.errno in (errno.EACCES, errno.EAGAIN):
+            raise UsageError(
+                f"another process is training in '{folder}': wait for its end, or choose another --experiment") from e
+        log.warning("'%s' cannot be locked (%s): start no second process there", folder, e.strerror)
     last = last_checkpoint(folder)
     if last is not None and (resumed is None or last.resolve() != resumed.resolve()):
         raise UsageError(
             f"'{folder}' holds an earlier run: choose another --experiment, or continue it with --resume auto")
-    return folder
-
-
-def make_folder(folder: Path, start: int) -> None:
-    """Make the output folder; where an earlier process was killed in it, remove what will be done again."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UsageError(f"cannot make the output folder '{folder}': {e.strerror}") from e
-    remove_unfinished(folder)
-    trim_summary(folder / 'summary.csv', start)
+    return lock

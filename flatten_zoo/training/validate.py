@@ -20,7 +20,7 @@ from flatten_zoo.models import RELEASES
 from flatten_zoo.models._released import TAG
 
 from .checkpoints import load_weights, run_checkpoint
-from .config import OptionParser, read_options_file
+from .config import OptionParser
 from .data import check_classes, evaluation_loader, input_config, open_dataset
 from .distributed import as_one, check_alone
 from .engine import evaluate
@@ -29,7 +29,7 @@ from .interrupts import exit_status, interrupts_between_batches
 from .logs import log, setup_logging
 from .models import build_model, resolve_device, shared_by_gpus
 from .numerics import Numerics
-from .options import check_validate_options, train_parser, validate_parser
+from .options import check_validate_options, recorded_options, train_parser, validate_parser
 from .report import figures_text
 
 __all__ = ['main']
@@ -162,10 +162,7 @@ def run_options(folder: Path, parser: OptionParser) -> dict[str, Any]:
         folder: Output folder of `train.py`.
         parser: Parser of `validate.py`.
     """
-    path = folder / 'args.yaml'
-    if not path.is_file():
-        raise UsageError(f"--checkpoint '{folder}' is no output folder of train.py: it has no args.yaml")
-    run = vars(train_parser().parse_args([])) | train_parser().check(read_options_file(path), source=path)
+    run = vars(train_parser().parse_args([])) | recorded_options(folder, '--checkpoint')
     shared = {name: run[name] for name in vars(parser.parse_args([])) if name in run}
     return shared | {
         'pretrained': False,
