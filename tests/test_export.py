@@ -69,6 +69,18 @@ def test_one_file_for_many_sizes(name, task, format, tmp_path):
     assert_same(path, feature_network(model) if task == 'features' else model, UNSEEN)
 
 
+@pytest.mark.parametrize('opset', [17, 18, 23])
+@pytest.mark.parametrize('name', [
+    name if name == 'flatten_pvt_v2_b0' else pytest.param(name, marks=pytest.mark.slow) for name in (*SMALL, *RESNETS)])
+def test_opsets(name, opset, tmp_path):
+    path = tmp_path / 'model.onnx'
+    assert export(small(name), path, img_size=(64, 64), opset=opset) < 1e-4
+    graph = onnx.load(path)
+    onnx.checker.check_model(graph, full_check=True)
+    assert [o.version for o in graph.opset_import if not o.domain] == [opset]
+    assert json.loads(description_of(path).read_text())['opset'] == opset
+
+
 def test_shifted_windows_leave_the_size_open(tmp_path):
     model = create_small(
         'flatten_swin_t', depths=(1, 2), num_heads=(1, 2), attn_types=('linear', 'softmax'), dynamic_img_size=True)
