@@ -34,6 +34,7 @@ def complexity(parser: argparse.ArgumentParser) -> Command:
         help='print a table of the efficient attention paper, computed from the operators')
 
     def run(args: argparse.Namespace) -> None:
+        print('measuring …', file=sys.stderr)
         from . import comparison, tables
         from .paper_tables import PAPER_TABLES
         if bool(args.names) == bool(args.table):
