@@ -6,6 +6,7 @@ them. It is registered by its place in `COMMANDS`, and imports the module that d
 import argparse
 import ast
 import importlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,6 +35,7 @@ def complexity(parser: argparse.ArgumentParser) -> Command:
         help='print a table of the efficient attention paper, computed from the operators')
 
     def run(args: argparse.Namespace) -> None:
+        print('measuring …', file=sys.stderr)
         from . import comparison, tables
         from .paper_tables import PAPER_TABLES
         if bool(args.names) == bool(args.table):
@@ -167,6 +169,7 @@ def visualize(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument('--save-arrays', type=Path, metavar='FILE.npz', help='write the numbers too')
 
     def run(args: argparse.Namespace) -> None:
+        print(f'drawing {args.image} with {args.model} …', file=sys.stderr)
         from .visualize import DEFAULT_POINTS, render
         points = [tuple(point) for point in args.query] if args.query else DEFAULT_POINTS
         drawn = render(
@@ -197,16 +200,21 @@ def export(parser: argparse.ArgumentParser) -> Command:
         '--dynamic', choices=['batch', 'size', 'both'],
         help='leave open how many images, or how large (default: one image of one size)')
     parser.add_argument('--half', action='store_true', help='weights, images and outputs in float16')
+    parser.add_argument(
+        '--opset', type=int, choices=range(17, 24), default=21, metavar='N',
+        help='of --format onnx, 17 to 23; older runtimes need older ones (default: 21, for onnxruntime 1.20)')
     parser.add_argument('--force', action='store_true', help='overwrite files that are there')
     parser.add_argument('-o', '--output', type=Path, required=True, metavar='FILE', help='OUT.onnx or OUT.pt2')
 
     def run(args: argparse.Namespace) -> None:
+        print(f'exporting {args.model} to {args.output} …', file=sys.stderr)
         from .export import build, check_output, export
         check_output(args.output, args.format, args.force)
         model, weights = build(
             args.model, args.img_size, args.dynamic in ('size', 'both'), args.pretrained, args.checkpoint)
         difference = export(
-            model, args.output, args.task, args.format, args.img_size, args.dynamic, args.half, args.force, weights)
+            model, args.output, args.task, args.format, args.img_size, args.dynamic, args.half, args.force, weights,
+            args.opset)
         print(f'{args.output}: differs from the model by {difference:.1e} of the largest output, at most')
 
     return run

@@ -19,17 +19,20 @@ import torch
 from timm.data import resolve_model_data_config
 from timm.models._features import FeatureGetterNet
 from torch import nn
+from torch._decomp import get_decompositions
 
 from .errors import UsageError, first_line
 from .files import write_beside
 from .models.build import build_model, check_model_name, two_sides
 from .weights import load_model
 
-__all__ = ['DYNAMIC', 'FORMATS', 'TASKS', 'build', 'export']
+__all__ = ['DYNAMIC', 'FORMATS', 'OPSET', 'OPSETS', 'TASKS', 'build', 'export']
 
 TASKS = ('classification', 'features')
 FORMATS = ('onnx', 'pt2')
 DYNAMIC = {'batch': (0,), 'size': (2, 3), 'both': (0, 2, 3)}  # the axes of the images that are left open
+OPSETS = range(17, 24)
+OPSET = 21  # what onnxruntime 1.20 of 2024 reads
 AXES = {0: ('batch', 1), 2: ('height', 32), 3: ('width', 32)}  # of images: name, and the least that a program takes
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2}  # of the largest difference, relative to the largest output
 ONE_FILE = 2 ** 31 - 2 ** 24  # bytes of weights that fit into an ONNX file, which ends at 2 GiB, with their graph
@@ -87,6 +90,7 @@ def export(
         half: bool = False,
         force: bool = False,
         weights: str = '',
+        opset: int = OPSET,
 ) -> float:
     """Write a model and its description, after the file has been compared with the model.
 
@@ -100,6 +104,7 @@ def export(
         half: Weights, images and outputs in float16.
         force: Overwrite files.
         weights: Where the model's weights come from, for the description.
+        opset: Version of ONNX's operators, of `OPSETS`; older runtimes need older ones.
 
     Returns:
         The largest difference between outputs of the file and of the model, relative to the model's largest output.
@@ -120,14 +125,13 @@ def export(
     try:
         with write_beside(description) as temporary_description, write_beside(output) as temporary:
             if format == 'onnx':
-                opset = save_onnx(program, temporary, names, dynamic)
+                save_onnx(program, temporary, names, dynamic, opset)
                 run = load_onnx(temporary)
             else:
-                opset = None
                 torch.export.save(program, temporary)
                 run = load_program(temporary)
             difference = compare(run, network, check_shapes(shape, dynamic), dtype)
-            about = describe(network, config, shape, dynamic, dtype, names, opset)
+            about = describe(network, config, shape, dynamic, dtype, names, opset if format == 'onnx' else None)
             about |= {'weights': weights, 'largest_difference': difference}
             temporary_description.write_text(json.dumps(about, indent=2) + '\n')
             if external_data(temporary).is_file():
@@ -235,23 +239,55 @@ def _quiet():
         logging.disable(before)
 
 
-def save_onnx(program: torch.export.ExportedProgram, path: Path, names: list[str], dynamic: str | None) -> int:
-    """Write a program as ONNX: one file, and one more for weights of 2 GB and more. Returns the opset."""
+def save_onnx(
+        program: torch.export.ExportedProgram,
+        path: Path,
+        names: list[str],
+        dynamic: str | None,
+        opset: int,
+) -> None:
+    """Write a program as ONNX: one file, and one more for weights of 2 GB and more."""
     from onnxscript.optimizer import fold_constants, remove_unused_nodes
     axes = {axis: AXES[axis][0] for axis in DYNAMIC[dynamic]} if dynamic else {}
     try:
         with _quiet():
+            if opset < 20:  # before Gelu was an operator
+                table = torch.export.default_decompositions()
+                table.update(get_decompositions([torch.ops.aten.gelu.default]))
+                program = program.run_decompositions(table)
             # the exporter's own optimizer takes time quadratic in the slices of a network; runtimes have theirs
             converted = torch.onnx.export(
                 program, input_names=['image'], output_names=names, dynamic_shapes=(axes,), verbose=False,
-                optimize=False)
+                optimize=False, opset_version=max(opset, 18))
             fold_constants(converted.model)
             remove_unused_nodes(converted.model)
+            if opset == 17:
+                to_opset_17(converted.model)
+    except UsageError:
+        raise
     except Exception as e:  # operations that ONNX does not have
         raise UsageError(f'--format onnx: {first_line(e)}; --format pt2 is the other way') from e
     weights = sum(tensor.nbytes for tensor in program.state_dict.values())
     converted.save(path, external_data=weights > ONE_FILE)
-    return converted.model.opset_imports['']
+
+
+def to_opset_17(model) -> None:
+    """Write operators of opset 18 as those of 17, in place: the exporter and ONNX's converter end at 18.
+
+    Raises:
+        UsageError: An operator has no counterpart.
+    """
+    from onnx_ir import AttrInt64s
+    for node in model.graph.all_nodes():
+        if node.op_type == 'Split':
+            node.attributes.pop('num_outputs', None)  # equal parts, as many as there are outputs
+        elif node.op_type.startswith('Reduce') and node.op_type != 'ReduceSum' and len(node.inputs) > 1:
+            node.attributes['axes'] = AttrInt64s('axes', node.inputs[1].const_value.numpy().tolist())
+            node.attributes.pop('noop_with_empty_axes', None)
+            node.resize_inputs(1)
+        elif node.op_type == 'Resize' and 'antialias' in node.attributes and node.attributes['antialias'].value:
+            raise UsageError('--opset 17: resampling without aliasing is newer; leave the size fixed, or --opset 18')
+    model.opset_imports[''] = 17
 
 
 def external_data(path: Path) -> Path:

@@ -7,6 +7,7 @@ import onnx
 import pytest
 import timm
 import torch
+from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
 from flatten_zoo import export as export_module
 from flatten_zoo.cli import main
@@ -68,6 +69,18 @@ def test_one_file_for_many_sizes(name, task, format, tmp_path):
     assert_same(path, feature_network(model) if task == 'features' else model, UNSEEN)
 
 
+@pytest.mark.parametrize('opset', [17, 18, 23])
+@pytest.mark.parametrize('name', [
+    name if name == 'flatten_pvt_v2_b0' else pytest.param(name, marks=pytest.mark.slow) for name in (*SMALL, *RESNETS)])
+def test_opsets(name, opset, tmp_path):
+    path = tmp_path / 'model.onnx'
+    assert export(small(name), path, img_size=(64, 64), opset=opset) < 1e-4
+    graph = onnx.load(path)
+    onnx.checker.check_model(graph, full_check=True)
+    assert [o.version for o in graph.opset_import if not o.domain] == [opset]
+    assert json.loads(description_of(path).read_text())['opset'] == opset
+
+
 def test_shifted_windows_leave_the_size_open(tmp_path):
     model = create_small(
         'flatten_swin_t', depths=(1, 2), num_heads=(1, 2), attn_types=('linear', 'softmax'), dynamic_img_size=True)
@@ -98,6 +111,28 @@ def test_features_are_those_of_timm():
         assert network.feature_info.reduction() == expected.feature_info.reduction()
         x = torch.randn(1, 3, 64, 64)
         assert [y.shape for y in network(x)] == [y.shape for y in expected(x)]
+
+
+@pytest.mark.parametrize('name', [*SMALL, *RESNETS])
+def test_feature_extractor_of_torchvision(name):
+    """Traced without a size, and so for every size that the network takes; nothing about it has to be passed."""
+    model = small(name, **({'dynamic_img_size': True} if name in FIXED_SIZE else {}))
+    extractor = create_feature_extractor(model, {get_graph_node_names(model)[1][-1]: 'logits'}).eval()
+    for batch, height, width in UNSEEN:
+        x = torch.randn(batch, 3, height, width)
+        torch.testing.assert_close(extractor(x)['logits'], model(x))
+
+
+@pytest.mark.filterwarnings('ignore')  # torch.jit's deprecation, and what is right here at more sizes than it knows
+@pytest.mark.parametrize('name', ['flatten_cswin_t', 'issa_resnet50'])
+def test_traced_by_torchscript(name):
+    """Stripes and groups are those of each image, not of the one traced."""
+    kwargs = {'split_sizes': (1, 2, 7, 7), 'attn_types': 'softmax'} if 'cswin' in name else {}
+    model = small(name, **kwargs)
+    traced = torch.jit.trace(model, torch.randn(1, 3, 96, 96), check_trace=False)
+    for shape in ((1, 224, 160), *UNSEEN):
+        x = torch.randn(shape[0], 3, *shape[1:])
+        torch.testing.assert_close(traced(x), model(x))
 
 
 def test_sizes_to_compare_at():

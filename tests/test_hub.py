@@ -5,18 +5,23 @@ import subprocess
 import sys
 
 import huggingface_hub
+import numpy as np
 import pytest
 import timm
 import torch
 from huggingface_hub import HfApi, constants
+from PIL import Image
 
 from flatten_zoo import cli
 from flatten_zoo.errors import UsageError
 from flatten_zoo.weights import dry_run, load_model, push, save_model, use_hub
 
 from .servers import hub_server
+from .test_export import RESNETS, SHALLOW
+from .test_flatten_models import SMALL as FAMILIES
 
 SMALL = dict(img_size=64, depths=(1, 1, 1, 1), embed_dims=(16, 16, 40, 64), num_classes=3)
+TINY_RESNET = dict(layers=(1, 1, 1, 1), channels=(8, 16, 24, 32), zero_init_last=False)
 REPO = 'me/flatten_pvt_t.mine'
 
 
@@ -171,6 +176,36 @@ def test_what_cannot_be_published(hub, folder):
     with pytest.raises(UsageError, match=r'no config\.json'):
         dry_run(folder, REPO)
     assert hub.requests == []
+
+
+@pytest.mark.parametrize('name', [*FAMILIES, *RESNETS])
+def test_transformers(name, hub, tmp_path):
+    """The weights, the preprocessing and the class names of a run, from a folder and from the Hub."""
+    transformers = pytest.importorskip('transformers')
+    kwargs = {**FAMILIES.get(name, TINY_RESNET), **SHALLOW.get(name, {})}
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=3, **kwargs).eval()
+    names = ['cat', 'dog', 'emu']
+    torch.save({
+        'arch': name, 'state_dict': model.state_dict(), 'label_names': names,
+        'args': {'img_size': 64, 'crop_pct': 0.8, 'mean': [0.1, 0.2, 0.3], 'model_kwargs': kwargs},
+    }, tmp_path / 'last.pth.tar')
+    folder = tmp_path / 'folder'
+    assert cli.main(['convert', str(tmp_path / 'last.pth.tar'), '-o', str(folder)]) == 0
+    push(folder, REPO)
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 70, 3), np.uint8))
+    loaded = timm.create_model(f'local-dir:{folder}', pretrained=True).eval()
+    config = timm.data.resolve_model_data_config(loaded)
+    assert config['input_size'] == (3, 64, 64) and config['mean'] == [0.1, 0.2, 0.3] and config['crop_pct'] == 0.8
+    assert list(loaded.pretrained_cfg['label_names']) == names
+    expected = timm.data.create_transform(**config)(image)[None]
+    for source in (folder, REPO):
+        theirs = transformers.AutoModelForImageClassification.from_pretrained(source).eval()
+        pixels = transformers.AutoImageProcessor.from_pretrained(source)(image)['pixel_values']
+        assert torch.equal(pixels, expected)
+        with torch.no_grad():
+            torch.testing.assert_close(theirs(pixels).logits, model(expected))
+        assert theirs.config.id2label == dict(enumerate(names))
 
 
 def run_checkpoint(path, model, **options):

@@ -139,6 +139,7 @@ def test_checkpoint_is_plain_and_complete(tmp_path, images):
     checkpoint = torch.load(folder / 'last.pth.tar', weights_only=True)
     assert checkpoint['arch'] == 'test_resnet'
     assert checkpoint['epoch'] == 0
+    assert checkpoint['label_names'] == ['blue', 'green', 'red']
     assert checkpoint['args'] == yaml.safe_load((folder / 'args.yaml').read_text())
     model = create_model('test_resnet', num_classes=3)
     for key in ('state_dict', 'state_dict_ema'):
@@ -270,6 +271,8 @@ def test_class_map_orders_and_completes_the_classes(tmp_path, images):
     class_map.write_text('red\nblack\ngreen\nblue\n')
     folder = train(tmp_path, images, '--class-map', class_map, '--num-classes', 4)
     assert weights(folder / 'last.pth.tar')['fc.weight'].shape[0] == 4
+    checkpoint = torch.load(folder / 'last.pth.tar', weights_only=True)
+    assert checkpoint['label_names'] == ['red', 'black', 'green', 'blue']
 
 
 # An end before the end

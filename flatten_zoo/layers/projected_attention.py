@@ -8,6 +8,15 @@ _CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _NORMALIZATIONS = ('softmax', 'scaling')
 
 
+@torch.fx.wrap
+def check_dimensions(x: torch.Tensor, spatial_dims: int) -> None:
+    """Refuse what is not B×C×(spatial…); symbolic tracing leaves this out."""
+    if x.dim() != spatial_dims + 2:
+        raise ValueError(
+            f'x must have {spatial_dims + 2} dimensions (batch, channels and spatial_dims={spatial_dims} more), '
+            f'got {x.dim()}')
+
+
 class ProjectedAttention(nn.Module):
     """Base of the attention modules of "Efficient Attention" (arXiv 1812.01243), which differ in `attend` alone.
 
@@ -84,10 +93,7 @@ class ProjectedAttention(nn.Module):
         Returns:
             Qᵀ and Kᵀ of shape (B · heads) × d_k/heads × n, Vᵀ of shape (B · heads) × d_v/heads × n.
         """
-        if x.dim() != self.spatial_dims + 2:
-            raise ValueError(
-                f'x must have {self.spatial_dims + 2} dimensions (batch, channels and spatial_dims={self.spatial_dims} '
-                f'more), got {x.dim()}')
+        check_dimensions(x, self.spatial_dims)
         heads = [self.num_heads, -1]
         q = self.queries(x).flatten(2).unflatten(1, heads).flatten(0, 1)
         k = self.keys(x).flatten(2).unflatten(1, heads).flatten(0, 1)

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from timm.layers import register_notrace_module
 from timm.models import ResNet, build_model_with_cfg, generate_default_cfgs, get_pretrained_cfg, register_model
 from timm.models._manipulate import MATCH_PREV_GROUP
 from timm.models.resnet import Bottleneck
@@ -29,9 +28,6 @@ _ARCHITECTURES = {
     'resnet101': {'block': Bottleneck, 'layers': (3, 4, 23, 3)},
     'resnext101_32x4d': {'block': Bottleneck, 'layers': (3, 4, 23, 3), 'cardinality': 32, 'base_width': 4},
 }
-
-for _operator in OPERATORS.values():
-    register_notrace_module(_operator)  # they check their input's dimensions, which symbolic tracing cannot follow
 
 
 class AttentionResNet(ResNet):

@@ -18,7 +18,6 @@ from timm.layers import (
     Mlp,
     calculate_drop_path_rates,
     is_exporting,
-    register_notrace_module,
     to_2tuple,
     to_ntuple,
 )
@@ -57,18 +56,52 @@ class ConvEmbed(nn.Module):
         return self.norm(self.proj(x).permute(0, 2, 3, 1))
 
 
-# timm's window functions would do, but for their look at the strides, which ties an exported graph to the sizes it saw
-def to_stripes(x: torch.Tensor, stripe: tuple[int, int]) -> torch.Tensor:
+# Below, what looks at sizes is in functions that symbolic tracing leaves whole and `torch.jit.trace` scripts.
+# timm's window functions would do, but for their look at the strides, which ties an exported graph to the sizes it saw.
+def stripe_and_padded(height: int, width: int, split_size: int, direction: str) -> tuple[int, int, int, int]:
+    """Height and width of a stripe, and of the map padded to whole stripes."""
+    stripe_h = min(split_size, height) if direction == 'horizontal' else height
+    stripe_w = min(split_size, width) if direction == 'vertical' else width
+    return stripe_h, stripe_w, height + -height % stripe_h, width + -width % stripe_w
+
+
+def to_stripes(x: torch.Tensor, stripe_h: int, stripe_w: int) -> torch.Tensor:
     """(B, H, W, C) map to (B · stripes, stripe height, stripe width, C)."""
-    sh, sw = stripe
-    x = x.unflatten(2, [x.shape[2] // sw, sw]).unflatten(1, [x.shape[1] // sh, sh]).transpose(2, 3)
-    return x.clone(memory_format=torch.contiguous_format).flatten(0, 2)
+    x = x.unflatten(2, [x.shape[2] // stripe_w, stripe_w]).unflatten(1, [x.shape[1] // stripe_h, stripe_h])
+    return x.transpose(2, 3).clone(memory_format=torch.contiguous_format).flatten(0, 2)
 
 
-def from_stripes(x: torch.Tensor, stripe: tuple[int, int], height: int, width: int) -> torch.Tensor:
-    """Inverse of `to_stripes`, for a height × width map."""
-    x = x.unflatten(0, [-1, height // stripe[0], width // stripe[1]]).transpose(2, 3)
-    return x.clone(memory_format=torch.contiguous_format).flatten(3, 4).flatten(1, 2)
+@torch.fx.wrap
+@torch.jit.script_if_tracing
+def attend_in_stripes(
+        qkv: torch.Tensor, num_heads: int, split_size: int, direction: str, dropout: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention in the stripes of a (B, H, W, 3 · C) map, and their values: (B · stripes, height, width, C) each."""
+    B, H, W, C3 = qkv.shape
+    stripe_h, stripe_w, padded_h, padded_w = stripe_and_padded(H, W, split_size, direction)
+    N = stripe_h * stripe_w
+    mask: torch.Tensor | None = None
+    # an exported graph must also serve sizes that pad
+    if direction != 'whole' and (is_exporting() or padded_h > H or padded_w > W):
+        padding = [0, 0, 0, padded_w - W, 0, padded_h - H]
+        inside = F.pad(torch.ones(1, H, W, 1, device=qkv.device), padding)
+        mask = to_stripes(inside, stripe_h, stripe_w).reshape(-1, 1, 1, N).repeat(B, 1, 1, 1) > 0
+        qkv = F.pad(qkv, padding)
+    qkv = to_stripes(qkv, stripe_h, stripe_w)
+    v = qkv.chunk(3, dim=-1)[2]
+    q, k, v_heads = qkv.reshape(-1, N, 3, num_heads, C3 // 3 // num_heads).permute(2, 0, 3, 1, 4).unbind(0)
+    x = F.scaled_dot_product_attention(q, k, v_heads, attn_mask=mask, dropout_p=dropout)
+    return x.transpose(1, 2).reshape(v.shape), v
+
+
+@torch.fx.wrap
+@torch.jit.script_if_tracing
+def from_stripes(x: torch.Tensor, qkv: torch.Tensor, split_size: int, direction: str) -> torch.Tensor:
+    """Stripes of `attend_in_stripes(qkv, …)` to a (B, H, W, C) map."""
+    H, W = qkv.shape[1], qkv.shape[2]
+    stripe_h, stripe_w, padded_h, padded_w = stripe_and_padded(H, W, split_size, direction)
+    x = x.unflatten(0, [-1, padded_h // stripe_h, padded_w // stripe_w]).transpose(2, 3)
+    return x.clone(memory_format=torch.contiguous_format).flatten(3, 4).flatten(1, 2)[:, :H, :W]
 
 
 class LocallyEnhancedPositionalEncoding(nn.Conv2d):
@@ -105,7 +138,6 @@ class FocusedLinearBranch(FocusedLinearCore):
         return rows + convolution_rows(self.get_v.weight[channel, 0], grid_size, queries)
 
 
-@register_notrace_module  # reason: windows depend on sizes
 class StripeBranch(nn.Module):
     """Softmax attention inside stripes (section 3.2), plus LePE: (B, H, W, 3 · C) q, k and v to (B, H, W, C).
 
@@ -136,32 +168,10 @@ class StripeBranch(nn.Module):
         self.attn_drop = attn_drop
         self.get_v = LocallyEnhancedPositionalEncoding(num_heads * head_dim, device=device, dtype=dtype)
 
-    def _padded(self, size: int, split: bool) -> tuple[int, int]:
-        """Size of a stripe along an axis, and the axis padded to a multiple of it."""
-        stripe = min(self.split_size, size) if split else size
-        return stripe, size + -size % stripe
-
     def forward(self, qkv: torch.Tensor) -> torch.Tensor:
-        B, H, W, _ = qkv.shape
-        stripe_h, padded_h = self._padded(H, self.direction == 'horizontal')
-        stripe_w, padded_w = self._padded(W, self.direction == 'vertical')
-        stripe = (stripe_h, stripe_w)
-        N = stripe_h * stripe_w
-        padding = (0, 0, 0, padded_w - W, 0, padded_h - H)
-        mask: torch.Tensor | None = None
-        # an exported graph must also serve sizes that pad
-        if self.direction != 'whole' and (is_exporting() or padded_h > H or padded_w > W):
-            inside = F.pad(torch.ones(1, H, W, 1, device=qkv.device), padding)
-            mask = to_stripes(inside, stripe).reshape(-1, 1, 1, N).repeat(B, 1, 1, 1) > 0
-            qkv = F.pad(qkv, padding)
-
-        qkv = to_stripes(qkv, stripe)
-        v = qkv.chunk(3, dim=-1)[2]
-        q, k, v_heads = qkv.reshape(-1, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
-        x = F.scaled_dot_product_attention(
-            q, k, v_heads, attn_mask=mask, dropout_p=self.attn_drop if self.training else 0.)
-        x = x.transpose(1, 2).reshape(v.shape) + self.get_v(v)
-        return from_stripes(x, stripe, padded_h, padded_w)[:, :H, :W]
+        dropout = self.attn_drop if self.training else 0.
+        x, v = attend_in_stripes(qkv, self.num_heads, self.split_size, self.direction, dropout)
+        return from_stripes(x + self.get_v(v), qkv, self.split_size, self.direction)
 
 
 class FlattenCSwinBlock(nn.Module):

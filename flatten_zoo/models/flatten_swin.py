@@ -69,6 +69,22 @@ class FlattenSwinBlock(nn.Module):
         return x + self.drop_path2(self.mlp(self.norm2(x)))
 
 
+def shift_mask(x: torch.Tensor, window_size: tuple[int, int], shift_size: tuple[int, int]) -> torch.Tensor:
+    """timm's attention mask of shifted windows over a (B, H, W, C) map, in a form that symbolic tracing follows.
+
+    In the last windows, positions that the shift brought together from opposite borders do not attend to each other.
+    """
+    regions = []
+    for size, window, shift in zip((x.shape[1], x.shape[2]), window_size, shift_size, strict=True):
+        positions = torch.arange(size, device=x.device)
+        regions.append((positions >= size - window).int() + (positions >= size - shift).int())
+    rows, columns = (
+        region.reshape(-1, window) for region, window in zip(regions, window_size, strict=True))
+    region = 3 * rows[:, None, :, None] + columns[None, :, None, :]
+    region = region.flatten(2).flatten(0, 1)
+    return (region[:, None] != region[:, :, None]).to(x.dtype) * -100
+
+
 class WindowBlock(SwinTransformerBlock):
     """timm's Swin block, with its windows laid out so that an exported graph can leave the image size open."""
 
@@ -81,7 +97,10 @@ class WindowBlock(SwinTransformerBlock):
         if has_shift:
             x = torch.roll(x, shifts=(-self.shift_size[0], -self.shift_size[1]), dims=(1, 2))
         x = F.pad(x, (0, 0, 0, W_padded - W, 0, H_padded - H))
-        attn_mask = self.get_attn_mask(x) if self.dynamic_mask else self.attn_mask
+        if has_shift and self.dynamic_mask:
+            attn_mask = shift_mask(x, self.window_size, self.shift_size)
+        else:
+            attn_mask = self.attn_mask
         x = x.reshape(B, rows, self.window_size[0], columns, self.window_size[1], C).transpose(2, 3)
         x = self.attn(x.reshape(B * rows * columns, self.window_area, C), mask=attn_mask)
         x = x.reshape(B, rows, columns, self.window_size[0], self.window_size[1], C).transpose(2, 3)

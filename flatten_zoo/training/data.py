@@ -21,8 +21,8 @@ from .sources import CheckedStream, LoadingError, check_columns, check_source
 from .views import Views
 
 __all__ = [
-    'check_classes', 'check_same_classes', 'evaluation_loader', 'input_config', 'mixup_arguments', 'open_dataset',
-    'open_splits', 'training_loader',
+    'check_classes', 'check_same_classes', 'class_names', 'evaluation_loader', 'input_config', 'mixup_arguments',
+    'open_dataset', 'open_splits', 'training_loader',
 ]
 
 SPLIT_NAMES = (('train', 'training'), ('validation', 'val', 'valid', 'eval', 'evaluation'), ('test', 'testing'))
@@ -144,6 +144,13 @@ def class_index(dataset: Dataset) -> dict[str, int] | None:
     source = getattr(source, 'reader', source)
     index = getattr(source, 'class_to_idx', None) or getattr(source, 'class_name_to_idx', None)
     return dict(index) if index else None
+
+
+def class_names(dataset: Dataset) -> list[str] | None:
+    """Names of the classes in order of index, or None where the data set does not name each of them."""
+    index = class_index(dataset) or {}
+    names = sorted(index, key=index.get)
+    return names if names and [index[name] for name in names] == list(range(len(names))) else None
 
 
 def check_classes(dataset: Dataset, num_classes: int, model: str) -> None:

@@ -23,7 +23,7 @@ from flatten_zoo.errors import UsageError
 
 from .checkpoints import BEST, LAST, Checkpoints, last_checkpoint, load_weights, read_saved, remove_unfinished
 from .config import write_options_file
-from .data import evaluation_loader, input_config, mixup_arguments, open_splits, training_loader
+from .data import class_names, evaluation_loader, input_config, mixup_arguments, open_splits, training_loader
 from .distributed import (
     as_one,
     first_of_machine_ahead,
@@ -265,9 +265,11 @@ def prepare(args: argparse.Namespace) -> Run:
         args, numerics, task, optimizer, scheduler, loader,
         mixup=Mixup(**mixup) if mixup and args.no_prefetcher else None, folder=folder)
     trainer.updates = start * updates
+    label_names = class_names(train_set)
     saver = Checkpoints(
-        state=trainer.state_dict, model=model, optimizer=optimizer, args=args, task=task, checkpoint_dir=str(folder),
-        recovery_dir=str(folder), decreasing=args.eval_metric == 'loss', max_history=args.checkpoint_hist)
+        state=lambda: {'label_names': label_names, **trainer.state_dict()}, model=model, optimizer=optimizer,
+        args=args, task=task, checkpoint_dir=str(folder), recovery_dir=str(folder),
+        decreasing=args.eval_metric == 'loss', max_history=args.checkpoint_hist)
     run = Run(args, folder, trainer, loader_eval, saver, epochs, start, lock)
     if resumed:
         resume(run, resumed, checkpoint)

@@ -71,6 +71,7 @@ def load_model(
         cfg = arguments['pretrained_cfg']
         cfg |= {'tag': tag or None, **_evaluation_settings(options, cfg)}
         model = timm.create_model(**arguments)
+        model.pretrained_cfg['label_names'] = _label_names(checkpoint, model.num_classes)
     except (TypeError, ValueError, RuntimeError, AssertionError) as e:
         raise UsageError(f"cannot build '{model_name}' for '{source}': {first_line(e)}") from e
     model.load_state_dict(from_official(state_dict, model))
@@ -104,6 +105,14 @@ def _evaluation_settings(options: dict, cfg: dict) -> dict:
     return settings
 
 
+def _label_names(checkpoint: dict, num_classes: int) -> list[str] | None:
+    """Names of the classes, of a checkpoint that has them for its classifier."""
+    names = checkpoint.get('label_names')
+    if isinstance(names, list) and len(names) == num_classes and all(isinstance(name, str) for name in names):
+        return names
+    return None
+
+
 def save_model(model: nn.Module, folder: Path, name: str) -> None:
     """Write a model in timm's Hub layout: `model.safetensors`, `config.json` and a model card.
 
@@ -114,9 +123,14 @@ def save_model(model: nn.Module, folder: Path, name: str) -> None:
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f'.{folder.name}.') as temporary:
-        tag = model.pretrained_cfg.get('tag')
-        save_for_hf(model, temporary, model_config={'pretrained_cfg': {'tag': tag}}, safe_serialization=True)
+        cfg = model.pretrained_cfg
+        save_for_hf(
+            model, temporary, safe_serialization=True,
+            model_config={'pretrained_cfg': {'tag': cfg.get('tag')}, 'label_names': cfg.get('label_names')})
         config = json.loads(Path(temporary, 'config.json').read_text())
+        config['pretrained_cfg'].pop('label_names', None)  # they stand above it
+        config['model_args'].pop('num_classes')  # stands above them, and transformers takes it from there
+        Path(temporary, 'config.json').write_text(json.dumps(config, indent=2) + '\n')
         parameters = sum(p.numel() for p in model.parameters())
         Path(temporary, 'README.md').write_text(model_card(config, parameters, name), encoding='utf-8')
         folder.mkdir(exist_ok=True)
