@@ -1,9 +1,11 @@
 """Reading checkpoints: every layout that there is, damaged files, and files that try to run code."""
 import argparse
+import codecs
 import collections
 import copyreg
 import io
 import pickle
+import subprocess
 import sys
 import tarfile
 import types
@@ -12,10 +14,12 @@ import zipfile
 import numpy as np
 import pytest
 import safetensors.torch
+import timm
 import torch
 
 from flatten_zoo.errors import UsageError
-from flatten_zoo.weights import read_checkpoint, restricted_pickle, select_state_dict
+from flatten_zoo.weights import load_model, read_checkpoint, restricted_pickle, select_state_dict
+from flatten_zoo.weights.convert import family_of
 
 STATE_DICT = {'weight': torch.arange(6.).reshape(2, 3), 'half': torch.ones(2, dtype=torch.bfloat16)}
 formats = pytest.mark.parametrize('zip_format', [True, False], ids=['zip', 'legacy'])
@@ -78,7 +82,8 @@ def test_official_trainer_checkpoint(zip_format, yacs, tmp_path, monkeypatch):
     assert_state_dict(checkpoint)
     assert checkpoint['epoch'] == 299 and checkpoint['seen'] == {1, 2}
     torch.testing.assert_close(checkpoint['optimizer']['state'][0]['exp_avg'], torch.full((3,), 0.1))
-    for key in ('config', 'loader', 'names', 'max_accuracy'):
+    assert checkpoint['max_accuracy'] == 82.1
+    for key in ('config', 'loader', 'names'):
         assert not isinstance(checkpoint[key], (dict, list, float)), 'an inert placeholder'
 
 
@@ -269,6 +274,7 @@ def as_checkpoint(payload, path, zip_format):
 @pytest.mark.parametrize('attack', attacks('x'))
 def test_attacks(attack, zip_format, tmp_path, monkeypatch):
     trace.calls = 0
+    codecs.lookup('cp437')  # that of names in zip files, a module of its own
     monkeypatch.setitem(copyreg._inverted_registry, 0xf0, (__name__, 'trace'))
     monkeypatch.setitem(copyreg._extension_cache, 0xf0, trace)
     modules = set(sys.modules)
@@ -319,5 +325,205 @@ def test_the_attacks_work_on_pickle(monkeypatch, tmp_path):
 def test_restricted_pickle_reads_what_pickle_wrote():
     value = {'a': [1, 2.5, None, True, 'x', b'y', (1, 2)], 'b': {1, 2}, 'c': collections.OrderedDict(d=1)}
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
-        value['a'][5] = b'y' if protocol > 2 else 'y'  # protocol 2 makes bytes by a call
-        assert restricted_pickle.load(io.BytesIO(pickle.dumps(value, protocol))) == value
+        written = pickle.dumps(value, protocol)
+        assert restricted_pickle.load(io.BytesIO(written), len(written)) == value
+
+
+# --- files that take all memory, or for ever
+
+def number(value, size):
+    return value.to_bytes(size, 'little')
+
+
+def greedy_pickles():
+    """Pickles of a few bytes, or of a few megabytes, that a reader must not do the will of."""
+    huge = number(3_500_000_000, 8)
+    return {
+        'integer': b'\x80\x02\x8b' + number(2 ** 31 - 1, 4) + b'.',
+        'bytes': b'\x80\x04\x8e' + huge + b'.',
+        'text': b'\x80\x04\x8d' + huge + b'.',
+        'bytearray': b'\x80\x05\x96' + huge + b'.',
+        'frame and bytes': b'\x80\x04\x95' + huge + b'B' + number(2 ** 32 - 1, 4) + b'.',
+        'memo index': b'\x80\x02]r' + number(250_000_000, 4) + b'.',
+        'call of bytearray': b'\x80\x02cbuiltins\nbytearray\n' + b'J' + number(2 ** 30, 4) + b'\x85R.',
+        'hash of nested tuples': b'\x80\x02})q\x00' + b'h\x00h\x00\x86q\x00' * 60 + b'h\x00Ns.',
+        'numbers of one hash': b'\x80\x02}(' + b''.join(
+            b'\x8a\x0b' + number(i * (2 ** 61 - 1), 11) + b'N' for i in range(1, 50_000)) + b'u.',
+        'objects': b'\x80\x02(' + b'\x8f' * 1_500_000 + b'l.',
+        'copies of text': b'\x80\x02(c_codecs\nencode\nq\x00X' + number(10 ** 6, 4) + b'a' * 10 ** 6 + b'q\x01' + (
+            b'h\x00h\x01' + string('latin1') + b'\x86R') * 3000 + b'l.',
+        'copies of lists': b'\x80\x02(c__builtin__\nset\nq\x00(' + b''.join(
+            b'M' + number(i, 2) for i in range(2 ** 16)) + b'lq\x01' + b'h\x00h\x01\x85R' * 3000 + b'l.',
+        'tensor': b'\x80\x02(' + string('storage') + b'ctorch\nFloatStorage\n' + string('0') + string('cpu') + (
+            b'\x8a\x05' + number(10 ** 10, 5) + b'tQ.'),
+    }
+
+
+MEASURE = """
+import resource, sys, time
+from flatten_zoo.errors import UsageError
+from flatten_zoo.weights import read_checkpoint
+for path in sys.argv[1:]:
+    start, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        read_checkpoint(path)
+    except UsageError as e:
+        assert len(str(e).splitlines()) == 1
+        print('refused', end=' ')
+    print(time.process_time() - start, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, path)
+"""
+
+
+@pytest.mark.slow
+def test_files_that_take_everything(tmp_path):
+    paths = []
+    for name, payload in greedy_pickles().items():
+        for zip_format in (True, False) if len(payload) < 10 ** 6 else (True,):
+            paths.append(tmp_path / f'{name}.{zip_format}.pth')
+            as_checkpoint(payload, paths[-1], zip_format)
+    paths.append(tmp_path / 'inflated.pth')
+    with zipfile.ZipFile(paths[-1], 'w', zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr('archive/data.pkl', b'(' + b'}' * 30_000_000 + b'l.')
+    report = subprocess.run([sys.executable, '-c', MEASURE, *paths], capture_output=True, text=True, check=True).stdout
+    lines = [line.split(' ', 3) for line in report.splitlines()]
+    assert len(lines) == len(paths) and not [line for line in lines if line[0] != 'refused']
+    assert not [line for line in lines if float(line[1]) > 20 or float(line[2]) > 700], 'seconds or MB'
+
+
+# --- damage
+
+@pytest.mark.parametrize(('where', 'message'), [
+    (b'\x80?\x80?', "checksum of 'half' is wrong"), (b'weight', 'CRC-32'),
+], ids=['tensor', 'pickle'])
+def test_a_flipped_bit_is_noticed(where, message, tmp_path):
+    torch.save({'epoch': 3, 'model': STATE_DICT}, tmp_path / 'c.pth')
+    content = bytearray((tmp_path / 'c.pth').read_bytes())
+    content[content.index(where)] ^= 1
+    (tmp_path / 'c.pth').write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        read_checkpoint(tmp_path / 'c.pth')
+
+
+def test_files_without_checksums_and_compressed_ones_are_read(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(STATE_DICT, tmp_path / 'c.pth')
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert_state_dict(read_checkpoint(tmp_path / 'c.pth'))
+    torch.save(STATE_DICT, tmp_path / 'c.pth')
+    with zipfile.ZipFile(tmp_path / 'c.pth') as source, zipfile.ZipFile(
+            tmp_path / 'd.pth', 'w', zipfile.ZIP_DEFLATED) as target:
+        for entry in source.infolist():
+            target.writestr(entry.filename, source.read(entry))
+    assert_state_dict(read_checkpoint(tmp_path / 'd.pth'))
+
+
+# --- what else there is in checkpoints
+
+@formats
+@pytest.mark.parametrize('protocol', [2, 4, 5])
+@pytest.mark.parametrize('core', [b'numpy._core.', b'numpy.core.'], ids=['numpy 2', 'numpy 1'])
+def test_arrays_of_numbers_are_data(zip_format, protocol, core, tmp_path):
+    arrays = {
+        'random': np.random.RandomState(0).get_state(), 'swapped': np.arange(3, dtype='>f4'), 'empty': np.zeros((0, 2)),
+        'columns': np.asfortranarray(np.arange(6).reshape(2, 3)), 'flags': np.array([True, False]),
+        'half': np.array(0.5, np.float16), 'number': np.float32(2.5), 'text': np.str_('a'),
+    }
+    payload = pickle.dumps(arrays, protocol)
+    if protocol == 2:  # later ones count the bytes of names
+        payload = payload.replace(b'numpy._core.', core)
+    as_checkpoint(payload, tmp_path / 'c.pth', zip_format)
+    checkpoint = read_checkpoint(tmp_path / 'c.pth')
+    assert checkpoint['number'] == 2.5 and not isinstance(checkpoint.pop('text'), str)
+    for key, value in arrays.items():
+        if key not in ('random', 'text'):
+            np.testing.assert_array_equal(checkpoint[key], value)
+            assert np.shape(checkpoint[key]) == np.shape(value)
+    assert checkpoint['random'][0] == 'MT19937'
+    np.testing.assert_array_equal(checkpoint['random'][1], arrays['random'][1])
+
+
+@formats
+@pytest.mark.parametrize('protocol', [2, 5])
+def test_arrays_of_objects_are_refused(zip_format, protocol, tmp_path):
+    for array in (np.array([{}, None]), np.zeros(2, 'i4,f4')):
+        as_checkpoint(pickle.dumps({'a': array}, protocol), tmp_path / 'c.pth', zip_format)
+        with pytest.raises(UsageError, match='NumPy array of'):
+            read_checkpoint(tmp_path / 'c.pth')
+
+
+@formats
+def test_tensors_with_attributes_and_of_new_types(zip_format, tmp_path):
+    parameter, tensor = torch.nn.Parameter(torch.ones(2)), torch.ones(3)
+    parameter.note, tensor.note = 'a', 'b'
+    half = torch.arange(8.)[2:6].reshape(2, 2).t()
+    tensors = {'parameter': parameter, 'tensor': tensor, 'small': torch.ones(2, dtype=torch.uint16), 'view': half}
+    if not zip_format:
+        del tensors['small']  # legacy files have none
+    write(tmp_path / 'c.pth', tensors, zip_format)
+    read = select_state_dict(read_checkpoint(tmp_path / 'c.pth'))
+    assert all(torch.equal(read[key], value) for key, value in tensors.items())
+
+
+@pytest.mark.parametrize('checkpoint', [
+    {'model_state_dict': STATE_DICT, 'model': 'x'},
+    {'state_dict': {f'model.{key}': value for key, value in STATE_DICT.items()}, 'pytorch-lightning_version': '2.5'},
+    {'state_dict': {f'model._orig_mod.{key}': value for key, value in STATE_DICT.items()} | {'loss.w': torch.ones(1)}},
+], ids=['model_state_dict', 'lightning', 'compiled, with a loss'])
+def test_layouts_of_other_trainers(checkpoint):
+    assert_state_dict(checkpoint)
+
+
+def test_one_module_named_model_is_no_prefix():
+    state_dict = {'model.weight': torch.ones(1), 'stem.weight': torch.ones(1), 'head.weight': torch.ones(1)}
+    assert select_state_dict(state_dict).keys() == state_dict.keys()
+
+
+def test_keys_that_are_no_text(tmp_path):
+    torch.save({0: torch.ones(1)}, tmp_path / 'c.pth')
+    with pytest.raises(UsageError, match='the int 0 as a key'):
+        select_state_dict(read_checkpoint(tmp_path / 'c.pth'))
+    with pytest.raises(UsageError, match='no averaged'):
+        select_state_dict({0: 1}, use_ema=True)
+    model = timm.create_model('flatten_pvt_v2_b0', device='meta')
+    with pytest.raises(ValueError, match='the int 0 as a key'):
+        family_of(model).checkpoint_filter_fn({0: torch.ones(1)}, model)
+
+
+@formats
+@pytest.mark.filterwarnings('ignore::UserWarning', 'ignore::DeprecationWarning')
+@pytest.mark.parametrize('kind', ['sparse', 'meta', 'quantized', 'repeated'])
+def test_tensors_that_are_not_all_there(kind, zip_format, tmp_path):
+    tensor = {
+        'sparse': lambda: torch.eye(3).to_sparse(),
+        'meta': lambda: torch.ones(3, device='meta'),
+        'quantized': lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        'repeated': lambda: torch.zeros(1).expand(20_000_000, 256),
+    }[kind]()
+    checkpoint = {'model': {**STATE_DICT, 'head.weight': tensor}, 'beside': tensor}
+    write(tmp_path / 'c.pth', checkpoint, zip_format)
+    for read in (checkpoint, read_checkpoint(tmp_path / 'c.pth')):
+        with pytest.raises(UsageError, match=f"'head.weight' is a .*{kind}.* expected a dense tensor"):
+            select_state_dict(read)
+
+
+@pytest.mark.parametrize(('key', 'shape', 'message'), [
+    ('head.weight', (5_000_000, 2), 'of another shape'), ('head.weight', (7,), 'has 1 dimensions'),
+    ('head.weight', (), 'has 0 dimensions'), ('patch_embed.proj.weight', (32,), 'has 1 dimensions'),
+    ('patch_embed.proj.weight', (1, 500_000, 1, 1), 'of another shape'),
+    ('stages.0.blocks.0.attn.positional_encoding', (3136, 32), 'of another shape'),
+], ids=str)
+def test_no_network_is_built_of_wrong_shapes(key, shape, message, tmp_path, monkeypatch):
+    model = timm.create_model('flatten_pvt_v2_b0')
+    torch.save({**model.state_dict(), key: torch.zeros(shape)}, tmp_path / 'c.pth')
+    create_model = timm.create_model
+    devices = []
+    monkeypatch.setattr(timm, 'create_model', lambda *args, device=None, **kwargs: (
+        devices.append(device), create_model(*args, device=device, **kwargs))[1])
+    with pytest.raises(UsageError, match=message):
+        load_model(tmp_path / 'c.pth', 'flatten_pvt_v2_b0')
+    assert set(devices) == {'meta'}
+    if key.endswith('encoding'):
+        with pytest.raises(ValueError, match='has the shape'):
+            family_of(model).checkpoint_filter_fn({key: torch.zeros(shape)}, model)

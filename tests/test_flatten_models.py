@@ -407,3 +407,30 @@ def test_features_of_fewer_stages(name):
     backbone = timm.create_model(
         name, features_only=True, depths=(1, 1), num_heads=(2, 2), attn_types='linear', **sizes)
     assert [tuple(f.shape[2:]) for f in backbone(torch.randn(1, 3, 64, 64))] == [(16, 16), (8, 8)]
+
+
+@pytest.mark.parametrize(('arguments', 'message'), [
+    ({'num_classes': -1}, 'num_classes'),
+    ({'num_classes': 2.5}, 'num_classes'),
+    ({'focusing_factor': math.inf}, 'focusing_factor'),
+    ({'focusing_factor': math.nan}, 'focusing_factor'),
+    *[({f'{name}_rate': rate}, f'{name}_rate')
+      for name, rate in zip(('drop', 'proj_drop', 'attn_drop', 'drop_path'), (-0.1, 1.5, math.nan, 'a'), strict=True)],
+], ids=str)
+@pytest.mark.parametrize('name', [*SMALL, 'ea_resnet50'])
+def test_arguments_out_of_range(name, arguments, message):
+    if name == 'ea_resnet50' and not {*arguments} <= {'num_classes', 'drop_rate', 'drop_path_rate'}:
+        pytest.skip('has no such argument')
+    with pytest.raises(ValueError, match=message):
+        timm.create_model(name, **{**SMALL.get(name, {}), **arguments}, device='meta')
+
+
+@pytest.mark.parametrize(('name', 'argument'), [
+    *[('flatten_pvt_t', argument) for argument in ('embed_dims', 'num_heads', 'sr_ratios', 'mlp_ratios')],
+    *[('flatten_pvt_v2_b0', argument) for argument in ('embed_dims', 'num_heads', 'sr_ratios', 'mlp_ratios')],
+    ('flatten_swin_t', 'num_heads'), ('flatten_cswin_t', 'num_heads'), ('flatten_cswin_t', 'split_sizes'),
+])
+def test_one_value_for_each_stage(name, argument):
+    for values in ((8,) * 3, [8] * 5):
+        with pytest.raises(ValueError, match=f'{argument} must have one value for each of the 4 depths'):
+            timm.create_model(name, **{argument: values}, device='meta')

@@ -3,6 +3,7 @@
 Paper: `FLatten Transformer: Vision Transformer using Focused Linear Attention` (ICCV 2023)
     - https://arxiv.org/abs/2308.00442
 """
+import math
 from collections.abc import Sequence
 
 import torch
@@ -71,7 +72,7 @@ class FocusedLinearCore(nn.Module):
             num_heads: Number of heads.
             head_dim: Channels per head.
             grid_size: Native grid (H, W) of the positional encoding.
-            focusing_factor: Power p of the focused function, > 0.
+            focusing_factor: Power p of the focused function, > 0 and finite.
             kernel_size: Size of the depthwise convolution, odd.
             dynamic_grid_size: Accept any grid, resampling the positional encoding to it.
 
@@ -85,8 +86,8 @@ class FocusedLinearCore(nn.Module):
             raise ValueError(f'num_heads and head_dim must be positive, got {num_heads} and {head_dim}')
         if len(grid_size) != 2 or min(grid_size) <= 0:
             raise ValueError(f'grid_size must be one or two positive sizes, got {grid_size}')
-        if focusing_factor <= 0:
-            raise ValueError(f'focusing_factor must be positive, got {focusing_factor}')
+        if not 0 < focusing_factor < math.inf:
+            raise ValueError(f'focusing_factor must be positive and finite, got {focusing_factor}')
         if kernel_size <= 0 or kernel_size % 2 == 0:
             raise ValueError(f'kernel_size must be odd and positive, got {kernel_size}')
         self.num_heads = num_heads

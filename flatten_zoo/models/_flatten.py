@@ -93,6 +93,10 @@ def unwrap_state_dict(checkpoint: dict) -> dict[str, torch.Tensor]:
     """The state dict itself, where a checkpoint has it under 'model' or 'state_dict'."""
     for key in ('model', 'state_dict'):
         checkpoint = checkpoint.get(key, checkpoint)
+    for key in checkpoint:
+        if not isinstance(key, str):
+            raise ValueError(
+                f'the state dict has the {type(key).__name__} {key} as a key; name its tensors as the network does')
     return checkpoint
 
 
@@ -156,6 +160,10 @@ def fit_position_tensors(state_dict: dict[str, torch.Tensor], model: nn.Module) 
     for key, value in state_dict.items():
         if re.search(r'\b(positional_encoding|pos_embed)$', key) and key in targets and targets[key].ndim == 4:
             grid_size = targets[key].shape[1:3]
+            if value.ndim not in (3, 4) or len(value) != 1 or value.shape[-1] != targets[key].shape[-1]:
+                raise ValueError(
+                    f"'{key}' has the shape {tuple(value.shape)}, expected (1, H, W, {targets[key].shape[-1]}) or "
+                    f'(1, H · W, {targets[key].shape[-1]})')
             if value.ndim == 3:
                 value = value.reshape(1, *_grid_of_row(key, value.shape[1], grid_size), -1)
             value = resample_abs_pos_embed_nhwc(value, grid_size)

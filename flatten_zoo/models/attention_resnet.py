@@ -17,6 +17,7 @@ from timm.models.resnet import Bottleneck
 from torch import nn
 
 from ..layers import EfficientAttention, InterlacedSparseAttention, NonLocalAttention
+from ._arguments import check_arguments
 from ._features import check_out_indices
 from ._flatten import unwrap_state_dict
 
@@ -59,6 +60,7 @@ class AttentionResNet(ResNet):
             dtype=None,
             **kwargs,
     ):
+        check_arguments(**kwargs)
         super().__init__(block, layers, zero_init_last=zero_init_last, device=device, dtype=dtype, **kwargs)
         # attention comes after the plain network is complete: with the same seed its weights are the plain ResNet's
         stage_channels = {info['module']: info['num_chs'] for info in self.feature_info[1:]}

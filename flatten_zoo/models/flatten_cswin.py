@@ -26,6 +26,7 @@ from torch import nn
 
 from ..layers import FocusedLinearCore
 from ..layers.attention_rows import convolution_rows, select_queries
+from ._arguments import check_arguments
 from ._flatten import (
     create_pyramid,
     fit_position_tensors,
@@ -303,6 +304,16 @@ class FlattenCSwin(PyramidTransformer):
         """
         dd = {'device': device, 'dtype': dtype}
         num_stages = len(depths)
+        check_arguments(
+            depths,
+            num_classes=num_classes,
+            num_heads=num_heads,
+            split_sizes=split_sizes,
+            drop_rate=drop_rate,
+            proj_drop_rate=proj_drop_rate,
+            attn_drop_rate=attn_drop_rate,
+            drop_path_rate=drop_path_rate,
+        )
         attn_types = resolve_attn_types(attn_types, num_stages)
         num_heads = to_ntuple(num_stages)(num_heads)
         split_sizes = to_ntuple(num_stages)(split_sizes)

@@ -14,6 +14,7 @@ from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_c
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
+from ._arguments import check_arguments
 from ._features import check_out_indices
 from ._flatten import fit_position_tensors, flatten_cfg, focused_twin, resolve_attn_types, unwrap_state_dict
 from ._patch_embed import PatchEmbed
@@ -109,6 +110,7 @@ class FlattenViT(VisionTransformer):
         Raises:
             ValueError: The arguments ask for prefix tokens, or for what the linear attention can't keep.
         """
+        check_arguments(**kwargs)
         super().__init__(
             img_size, global_pool=global_pool, class_token=class_token, embed_layer=embed_layer, **kwargs)
         attn_types = resolve_attn_types(attn_types, len(self.blocks), 'blocks')

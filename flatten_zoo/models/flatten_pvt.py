@@ -16,6 +16,7 @@ from timm.models.pvt_v2 import Attention
 from torch import nn
 
 from ..layers import FocusedLinearAttention
+from ._arguments import check_arguments
 from ._flatten import (
     create_pyramid,
     fit_position_tensors,
@@ -153,9 +154,24 @@ class FlattenPVT(PyramidTransformer):
             attn_drop_rate: Dropout rate of the attention weights, softmax stages only.
             drop_path_rate: Stochastic depth rate of the last block; that of the first is 0.
             norm_layer: Norm of the blocks.
+
+        Raises:
+            ValueError: An argument is out of its range.
         """
         dd = {'device': device, 'dtype': dtype}
         num_stages = len(depths)
+        check_arguments(
+            depths,
+            num_classes=num_classes,
+            embed_dims=embed_dims,
+            num_heads=num_heads,
+            sr_ratios=sr_ratios,
+            mlp_ratios=mlp_ratios,
+            drop_rate=drop_rate,
+            proj_drop_rate=proj_drop_rate,
+            attn_drop_rate=attn_drop_rate,
+            drop_path_rate=drop_path_rate,
+        )
         attn_types = resolve_attn_types(attn_types, num_stages)
         num_heads = to_ntuple(num_stages)(num_heads)
         sr_ratios = to_ntuple(num_stages)(sr_ratios)

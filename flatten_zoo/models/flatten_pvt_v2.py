@@ -15,6 +15,7 @@ from timm.models.pvt_v2 import PyramidVisionTransformerV2
 from torch import nn
 
 from ..layers import FocusedLinearAttention
+from ._arguments import check_arguments
 from ._flatten import (
     create_pyramid,
     fit_position_tensors,
@@ -117,6 +118,7 @@ class FlattenPVTv2(PyramidVisionTransformerV2):
             **kwargs: Arguments of timm's PyramidVisionTransformerV2. `sr_ratios`, `linear` and `attn_drop_rate`
                 concern the softmax stages alone.
         """
+        check_arguments(**{'depths': (3, 4, 6, 3), **kwargs})
         super().__init__(**kwargs)
         attn_types = resolve_attn_types(attn_types, len(self.depths))
         flatten_stages(self, attn_types, img_size, focusing_factor=focusing_factor, kernel_size=kernel_size)

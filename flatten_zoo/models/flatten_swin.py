@@ -15,6 +15,7 @@ from timm.models import generate_default_cfgs, register_model, swin_transformer
 from timm.models.swin_transformer import PatchMerging, SwinTransformer, SwinTransformerBlock
 from torch import nn
 
+from ._arguments import check_arguments
 from ._features import check_out_indices
 from ._flatten import (
     fit_position_tensors,
@@ -168,6 +169,7 @@ class FlattenSwin(SwinTransformer):
             **kwargs: Arguments of timm's SwinTransformer. Those of windows and attention dropout concern the softmax
                 stages alone.
         """
+        check_arguments(**{'depths': (2, 2, 6, 2), **kwargs})
         super().__init__(img_size, embed_layer=embed_layer, **kwargs)
         attn_types = resolve_attn_types(attn_types, self.num_layers)
         flatten_stages(self, attn_types, focusing_factor=focusing_factor, kernel_size=kernel_size)

@@ -1,9 +1,12 @@
 """Reading checkpoints of any origin without running code, and writing safetensors."""
-import argparse
+import io
+import mmap
 import pickle
+import sys
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import safetensors.torch
 import torch
 from timm.models import clean_state_dict
@@ -14,8 +17,10 @@ from . import restricted_pickle
 
 __all__ = ['read_checkpoint', 'select_state_dict', 'write_safetensors']
 
-WEIGHTS = ('state_dict', 'model')
+WEIGHTS = ('state_dict', 'model', 'model_state_dict')
 EMA_WEIGHTS = ('state_dict_ema', 'model_ema')
+LIGHTNING = 'model.'  # what Lightning modules call the network in them
+MAX_INFLATED = 2 ** 24  # what a compressed file may hold besides twice its own length
 
 
 def read_checkpoint(path: str | Path, name: str | None = None) -> dict:
@@ -53,13 +58,94 @@ def read_checkpoint(path: str | Path, name: str | None = None) -> dict:
     return dict(dict.items(checkpoint))  # whatever a pickle has set on the object stays behind
 
 
-
 def _load_pickle(path: Path) -> object:
-    try:
-        with torch.serialization.safe_globals([argparse.Namespace]):  # the options that timm keeps in its checkpoints
-            return torch.load(path, map_location='cpu', weights_only=True)
-    except pickle.UnpicklingError:
-        return torch.load(path, map_location='cpu', weights_only=False, pickle_module=restricted_pickle)
+    with path.open('rb') as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return _read_zip(path, len(content)) if content[:4] == b'PK\3\4' else _read_legacy(content)
+
+
+def _read_zip(path: Path, length: int) -> object:
+    """What `torch.save` wrote, with every checksum compared, which `torch.load` doesn't do."""
+    with zipfile.ZipFile(path) as archive:
+        infos = archive.infolist()
+        entries = {info.filename.partition('/')[2]: info for info in infos}
+        if 'constants.pkl' in entries:
+            raise pickle.UnpicklingError('it is a TorchScript program')
+        if len(entries) < len(infos):
+            raise ValueError('it has two entries of one name')
+        if sum(info.file_size for info in infos) > 2 * length + MAX_INFLATED:
+            raise ValueError(f'its entries declare more than the {length} bytes that it has')
+        if any(info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for info in infos):
+            raise ValueError('it is compressed in a way that torch does not know')
+        if entries['data.pkl'].CRC == 0:
+            for info in infos:  # `torch.serialization.set_crc32_options(False)` leaves checksums out
+                del info.CRC
+        swapped = 'byteorder' in entries and bytes(_read_entry(archive, entries['byteorder'])) != sys.byteorder.encode()
+        storages, damaged = {}, {}
+
+        def storage(key: str, dtype: torch.dtype, numel: int) -> torch.Tensor:
+            if key not in storages:
+                info = entries[f'data/{key}']
+                if info.file_size != numel * dtype.itemsize:
+                    raise ValueError(f'{info.filename} has {info.file_size} bytes, expected {numel} × {dtype}')
+                storages[key] = torch.empty(info.file_size, dtype=torch.uint8)
+                try:
+                    _read_entry(archive, info, storages[key].numpy())
+                except zipfile.BadZipFile:
+                    damaged[storages[key].data_ptr()] = info.filename
+                if swapped:
+                    storages[key].untyped_storage().byteswap(dtype)
+            return storages[key].view(dtype)
+
+        data = io.BytesIO(_read_entry(archive, entries['data.pkl']))
+        checkpoint = restricted_pickle.load(data, len(data.getbuffer()), storage)
+    if damaged:
+        raise ValueError(f'the checksum of {_name_of(damaged, checkpoint)} is wrong')
+    return checkpoint
+
+
+def _read_entry(archive: zipfile.ZipFile, info: zipfile.ZipInfo, buffer: np.ndarray | None = None) -> np.ndarray:
+    """The bytes of an entry, in a buffer if there is one; never more than it declares."""
+    buffer = np.empty(info.file_size, np.uint8) if buffer is None else buffer
+    with archive.open(info) as file:
+        if file.readinto(buffer) != info.file_size:
+            raise ValueError(f'{info.filename} is cut off')
+    return buffer
+
+
+def _name_of(damaged: dict[int, str], checkpoint: object) -> str:
+    """The first tensor whose storage is damaged, or the entry of the file where none has a name."""
+    for group in (checkpoint, *checkpoint.values()) if isinstance(checkpoint, dict) else ():
+        for key, value in group.items() if isinstance(group, dict) else ():
+            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in damaged:
+                return f"'{key}'"
+    return next(iter(damaged.values()))
+
+
+def _read_legacy(content: mmap.mmap) -> object:
+    """What `torch.save` wrote before version 1.6: pickles in a row, then the bytes of each tensor."""
+    storages, dtypes = {}, {}
+
+    def storage(key: str, dtype: torch.dtype, numel: int, part: tuple | None) -> torch.Tensor:
+        if key not in storages:
+            nbytes = numel * dtype.itemsize
+            if sum(map(len, storages.values())) + nbytes > len(content):
+                raise ValueError(f'it declares more than the {len(content)} bytes that it has')
+            storages[key], dtypes[key] = torch.empty(nbytes, dtype=torch.uint8), dtype
+        values = storages[key].view(dtype)
+        return values if part is None else values[part[1]:part[1] + part[2]]
+
+    if restricted_pickle.load(content, len(content)) != torch.serialization.MAGIC_NUMBER:
+        raise ValueError('it does not begin as one')
+    for _ in ('version', 'system'):
+        restricted_pickle.load(content, len(content))
+    checkpoint = restricted_pickle.load(content, len(content), storage)
+    for key in restricted_pickle.load(content, len(content)):
+        numel = int.from_bytes(content.read(8), 'little')
+        data = content.read(len(storages[key]))
+        if numel * dtypes[key].itemsize != len(storages[key]) or len(data) != len(storages[key]):
+            raise ValueError(f'the bytes of tensor {key} are cut off')
+        storages[key].numpy()[:] = np.frombuffer(data, np.uint8)
+    return checkpoint
 
 
 def select_state_dict(checkpoint: dict, use_ema: bool | None = False) -> dict[str, torch.Tensor]:
@@ -70,21 +156,42 @@ def select_state_dict(checkpoint: dict, use_ema: bool | None = False) -> dict[st
         use_ema: Take the averaged weights; None for those where there are any.
 
     Raises:
-        UsageError: There are no averaged weights although asked for, or something is no tensor.
+        UsageError: There are no averaged weights although asked for, or something is no dense tensor with a name.
     """
-    averaged = [key for key in EMA_WEIGHTS if checkpoint.get(key) is not None]
+    averaged = [key for key in EMA_WEIGHTS if isinstance(checkpoint.get(key), dict)]
     if use_ema and not averaged:
-        raise UsageError(f"there are no averaged (EMA) weights in the checkpoint, which has {', '.join(checkpoint)}")
-    plain = [key for key in WEIGHTS if checkpoint.get(key) is not None]
+        raise UsageError(
+            f"there are no averaged (EMA) weights in the checkpoint, which has {', '.join(map(str, checkpoint))}")
+    plain = [key for key in WEIGHTS if isinstance(checkpoint.get(key), dict)]
     keys = plain if use_ema is False else averaged + plain
-    state_dict = checkpoint[keys[0]] if keys else checkpoint
-    if not isinstance(state_dict, dict) or not state_dict:
+    state_dict = dict(dict.items(checkpoint[keys[0]] if keys else checkpoint))
+    if not state_dict:
         raise UsageError('there are no weights in the checkpoint')
-    state_dict = clean_state_dict(dict(dict.items(state_dict)))
     for key, value in state_dict.items():
-        if not isinstance(key, str) or not isinstance(value, torch.Tensor):
-            raise UsageError(f"no state dict: '{key}' is a {type(value).__name__}, expected a tensor")
+        if not isinstance(key, str):
+            raise UsageError(f'no state dict: it has the {type(key).__name__} {key} as a key, expected names')
+        if (problem := _problem(value)) is not None:
+            raise UsageError(f"no state dict: '{key}' is {problem}, expected a dense tensor")
+    state_dict = clean_state_dict(state_dict)
+    network = {key.removeprefix(LIGHTNING): value for key, value in state_dict.items() if key.startswith(LIGHTNING)}
+    if len(network) > len(state_dict) / 2:  # the rest are the module's own, such as weights of its loss
+        state_dict = clean_state_dict(network)
     return {key: value.detach() for key, value in state_dict.items()}
+
+
+def _problem(value: object) -> str | None:
+    """Why a value is no weight: not a tensor, or none whose numbers are all there."""
+    if isinstance(value, restricted_pickle.Unknown):
+        return f'a {value.name}'
+    if not isinstance(value, torch.Tensor):
+        return f'a {type(value).__name__}'
+    if value.layout != torch.strided or value.is_nested:
+        return 'a sparse tensor'
+    if value.is_meta or value.is_quantized:
+        return f"a {'meta' if value.is_meta else 'quantized'} tensor"
+    if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+        return f'a few numbers repeated to {tuple(value.shape)}'
+    return None
 
 
 def write_safetensors(state_dict: dict[str, torch.Tensor], path: Path) -> None:

@@ -70,11 +70,15 @@ def load_model(
         })
         cfg = arguments['pretrained_cfg']
         cfg |= {'tag': tag or None, **_evaluation_settings(options, cfg)}
+        # held against the file before its shapes take memory
+        state_dict = from_official(state_dict, timm.create_model(**arguments, device='meta'))
         model = timm.create_model(**arguments)
         model.pretrained_cfg['label_names'] = _label_names(checkpoint, model.num_classes)
+    except UsageError:
+        raise
     except (TypeError, ValueError, RuntimeError, AssertionError) as e:
         raise UsageError(f"cannot build '{model_name}' for '{source}': {first_line(e)}") from e
-    model.load_state_dict(from_official(state_dict, model))
+    model.load_state_dict(state_dict)
     if img_size is None:
         return model
     try:
@@ -91,6 +95,9 @@ def _counts(state_dict: dict[str, torch.Tensor], model: nn.Module) -> dict[str, 
     if is_official(state_dict, model):
         names = [next(iter(family_of(model).official_state_dict({name: torch.empty(0)}))) for name in names]
     stem, classifier = (state_dict.get(name) for name in names)
+    for name, tensor, ndim in zip(names, (stem, classifier), (4, 2), strict=True):
+        if tensor is not None and tensor.ndim != ndim:
+            raise UsageError(f"'{name}' has {tensor.ndim} dimensions, expected {ndim}")
     counts = {'num_classes': 0 if classifier is None else len(classifier)}
     return counts if stem is None else {**counts, 'in_chans': stem.shape[1]}
 
