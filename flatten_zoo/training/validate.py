@@ -18,6 +18,7 @@ from flatten_zoo.errors import UsageError
 from flatten_zoo.files import write_beside
 from flatten_zoo.models import RELEASES
 from flatten_zoo.models._released import TAG
+from flatten_zoo.models.recorded import check_arguments, check_model, check_settings, check_size, shown
 
 from .checkpoints import load_weights, run_checkpoint
 from .config import OptionParser, read_options_file
@@ -68,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 FIGURES = ('loss', 'top1', 'top5')
 IMAGENET_IMAGES, IMAGENET_CLASSES = 50_000, 1000
+MOST_WORKERS = 256  # that a file may ask for
 
 
 def model_names(args: argparse.Namespace) -> list[str]:
@@ -147,28 +149,49 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_with_config(argv)
     if Path(args.checkpoint).is_dir() and args.checkpoint:
         folder = Path(args.checkpoint)
-        parser.set_defaults(**run_options(folder, parser))
+        parser.set_defaults(**run_options(folder, parser, named=args))
         args = parser.parse_with_config(argv)
         args.checkpoint = str(run_checkpoint(folder))
+        with torch.device('meta'):
+            model = build_model(args, pretrained=False)
+        check_size(model, Path(args.checkpoint).stat().st_size, f"'{args.checkpoint}'")
     args.data_dir = args.data or args.data_dir
     check_validate_options(args)
     return args
 
 
-def run_options(folder: Path, parser: OptionParser) -> dict[str, Any]:
+def run_options(folder: Path, parser: OptionParser, named: argparse.Namespace) -> dict[str, Any]:
     """Options of `validate.py` that repeat the last validation of a training run.
 
     Args:
         folder: Output folder of `train.py`.
         parser: Parser of `validate.py`.
+        named: What the command line says.
+
+    Raises:
+        UsageError: There are none, or they would fetch or open more than a folder's data and weights.
     """
     path = folder / 'args.yaml'
     if not path.is_file():
         raise UsageError(f"--checkpoint '{folder}' is no output folder of train.py: it has no args.yaml")
     run = vars(train_parser().parse_args([])) | train_parser().check(read_options_file(path), source=path)
+    if named.model == parser.get_default('model'):
+        check_model(run['model'], f"'{path}'")
+    if not named.dataset and run['dataset'].partition('/')[0] not in ('', 'torch'):
+        raise UsageError(
+            f"'{path}' records the data set {shown(run['dataset'])}, which may be fetched from anywhere; "
+            f'name it with --dataset')
+    check_settings(run, f"'{path}'")
+    name = run['model'] if named.model == parser.get_default('model') else named.model
+    if timm.is_model(timm.models.split_model_name_tag(name)[0]):
+        check_arguments(name, run['model_kwargs'] | {'global_pool': run['gp']}, f"'{path}': model_kwargs")
+    if run['workers'] > MOST_WORKERS:
+        raise UsageError(f"'{path}' records {shown(run['workers'])} workers; at most {MOST_WORKERS}")
     shared = {name: run[name] for name in vars(parser.parse_args([])) if name in run}
     return shared | {
         'pretrained': False,
+        'dataset_download': False,
+        'dataset_trust_remote_code': False,
         'split': run['val_split'],
         'num_samples': run['val_num_samples'],
         'batch_size': run['validation_batch_size'] or run['batch_size'],
