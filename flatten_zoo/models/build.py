@@ -12,7 +12,7 @@ __all__ = ['build_model', 'check_model_name', 'two_sides']
 
 
 def check_model_name(name: str) -> None:
-    """Raises a `UsageError` with near names where timm knows no such model or tag, and where an address's config.json won't do."""
+    """Raises a `UsageError` where timm knows no such model or tag, or the config.json of an address won't do."""
     try:
         source, _ = parse_model_name(name)
     except ValueError as e:

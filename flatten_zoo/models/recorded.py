@@ -1,8 +1,8 @@
 """What a file records about a network is input, never an instruction.
 
-A checkpoint, a config.json or a run's args.yaml may say which registered model it is of, the arguments of that network's
-constructor, and how its images are prepared. Where weights come from, and whatever else timm's factory does for its
-callers, is not for a file to say.
+A checkpoint, a config.json or a run's args.yaml may say which registered model it is of, the arguments of that
+network's constructor, and how its images are prepared. Where weights come from, and whatever else timm's factory does
+for its callers, is not for a file to say.
 """
 import functools
 import inspect
@@ -20,7 +20,9 @@ from torch import nn
 
 from ..errors import UsageError, first_line
 
-__all__ = ['check_arguments', 'check_config', 'check_model', 'check_plain', 'check_settings', 'check_size', 'meta_model', 'shown']
+__all__ = [
+    'check_arguments', 'check_config', 'check_model', 'check_plain', 'check_settings', 'check_size', 'meta_model', 'shown',
+]
 
 FACTORY = {  # arguments of timm's factory, or of where a network lives
     'self', 'cfg', 'device', 'dtype', 'feature_cls', 'features_only', 'out_indices', 'pruned',
@@ -84,7 +86,7 @@ def check_plain(arguments: object, source: str) -> None:
             check_plain(value, f'{source}: {key}')
         elif not _is_plain(value) or _blocks(key, value) > DEEPEST:
             raise UsageError(
-                f'{source} records {key} = {shown(value)}; expected numbers, short text or tuples of them, within bounds')
+                f'{source} records {key} = {shown(value)}; expected numbers or short text, within bounds')
 
 
 @functools.cache
