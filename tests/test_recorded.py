@@ -71,7 +71,7 @@ def model():
 def checkpoint(path, arguments=None, arch=NAME, **settings):
     torch.save({
         'arch': arch, 'state_dict': model().state_dict(),
-        'args': {'model': NAME, 'num_classes': 3, 'gp': None, 'model_kwargs': {**SMALL, **(arguments or {})}, **settings},
+        'args': {'model': NAME, 'gp': None, 'model_kwargs': {**SMALL, **(arguments or {})}, **settings},
     }, path)
     return path
 

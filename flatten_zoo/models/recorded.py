@@ -21,7 +21,8 @@ from torch import nn
 from ..errors import UsageError, first_line
 
 __all__ = [
-    'check_arguments', 'check_config', 'check_model', 'check_plain', 'check_settings', 'check_size', 'meta_model', 'shown',
+    'check_arguments', 'check_config', 'check_model', 'check_plain', 'check_settings', 'check_size', 'meta_model',
+    'shown',
 ]
 
 FACTORY = {  # arguments of timm's factory, or of where a network lives
