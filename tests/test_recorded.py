@@ -25,7 +25,8 @@ SETTINGS = dict(crop_pct=0.9, mean=[0.5], std=[0.5], interpolation='bicubic', cr
 ARGUMENTS = {
     'pretrained': True, 'pretrained_cfg': {'url': 'http://127.0.0.1:9/x'}, 'pretrained_cfg_overlay': {'file': '/x'},
     'checkpoint_path': '/x', 'cache_dir': '/x', 'features_only': True, 'device': 'cpu', 'dtype': 'float16',
-    'scriptable': True, 'unknown': 1, 'depths': 10 ** 9, 'embed_dims': 10 ** 7, 'depths ': 1, 'mlp_ratios': float('nan'),
+    'scriptable': True, 'unknown': 1, 'depths': 10 ** 9, 'embed_dims': 10 ** 7, 'depths ': 1,
+    'mlp_ratios': float('nan'),
     'img_size': [[[1]]], 'attn_types': '\x1b[31m', 'num_heads': [1] * 1000, 'kernel_size': {'a': 1},
 }
 WRONG = {
