@@ -70,7 +70,8 @@ def convert(parser: argparse.ArgumentParser) -> Command:
 
     def run(args: argparse.Namespace) -> None:
         from . import weights
-        model = weights.load_model(args.source, args.model, args.use_ema, dict(args.model_kwargs))
+        model = weights.load_model(
+            args.source, args.model, args.use_ema, dict(args.model_kwargs), allow_non_finite=args.allow_non_finite)
         weights.write_weights(model, args.output, official=args.to == 'official')
         print(f'wrote {args.output}')
 
@@ -90,11 +91,13 @@ def push(parser: argparse.ArgumentParser) -> Command:
 
     def run(args: argparse.Namespace) -> None:
         from . import weights
-        with weights.hub_folder(args.source, args.repo, args.model, args.use_ema, dict(args.model_kwargs)) as folder:
+        finite = {'allow_non_finite': args.allow_non_finite}
+        arguments = args.source, args.repo, args.model, args.use_ema, dict(args.model_kwargs)
+        with weights.hub_folder(*arguments, **finite) as folder:
             if args.dry_run:
-                print(weights.dry_run(folder, args.repo, args.private))
+                print(weights.dry_run(folder, args.repo, args.private, **finite))
             else:
-                print(weights.push(folder, args.repo, args.private, keep_card=args.source != folder))
+                print(weights.push(folder, args.repo, args.private, keep_card=args.source != folder, **finite))
 
     return run
 
@@ -108,6 +111,8 @@ def _checkpoint_arguments(parser: argparse.ArgumentParser, metavar: str, help: s
     parser.add_argument(
         '--model-kwargs', nargs='*', default=[], type=_key_value, metavar='KEY=VALUE',
         help='more arguments of the model, such as img_size=384')
+    parser.add_argument(
+        '--allow-non-finite', action='store_true', help='take weights that are infinite or not a number too')
 
 
 def _key_value(text: str) -> tuple[str, object]:

@@ -9,8 +9,12 @@ __all__ = ['UsageError', 'first_line', 'report_usage_errors', 'unknown_name']
 class UsageError(ValueError):
     """What was asked for cannot be done.
 
-    The message is one line that names the argument, its value and the way out.
+    The message is one line that names the argument, its value and the way out. Characters that steer a terminal are
+    in it as Python writes them.
     """
+
+    def __str__(self) -> str:
+        return ''.join(c if c.isprintable() else repr(c)[1:-1] for c in super().__str__())
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:

@@ -67,7 +67,8 @@ def build(
     kwargs = {'dynamic_img_size': True} if fixed and dynamic_size else {}
     size = {'img_size': two_sides(img_size)} if fixed and img_size else {}
     if checkpoint:
-        model = load_model(checkpoint, name, use_ema=None, model_kwargs=kwargs, zoo_only=False, **size)
+        model = load_model(
+            checkpoint, name, use_ema=None, model_kwargs=kwargs, zoo_only=False, allow_non_finite=True, **size)
         return model.eval(), checkpoint.name
     try:
         with torch.random.fork_rng(devices=[]):

@@ -6,17 +6,19 @@ from timm.models import get_arch_pretrained_cfgs, parse_model_name, split_model_
 from torch import nn
 
 from ..errors import UsageError, unknown_name
+from .recorded import check_config
 
 __all__ = ['build_model', 'check_model_name', 'two_sides']
 
 
 def check_model_name(name: str) -> None:
-    """Raises a `UsageError` with near names where timm knows no such model or tag; addresses ('hf-hub:…') pass."""
+    """Raises a `UsageError` where timm knows no such model or tag, or the config.json of an address won't do."""
     try:
         source, _ = parse_model_name(name)
     except ValueError as e:
         raise UsageError(f"model '{name}': {e}") from e
     if source is not None:
+        check_config(name)
         return
     architecture, tag = split_model_name_tag(name)
     if not timm.is_model(architecture):

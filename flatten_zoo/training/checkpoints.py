@@ -66,7 +66,11 @@ class Checkpoints(CheckpointSaver):
             checkpoint: The checkpoint that the run continues from.
             again: Save it again, as the end of that may have been cut off: last, numbered and best checkpoint.
         """
-        self.load_state_dict({**checkpoint.get('saver', {}), 'pending': (None, None)})
+        history = checkpoint.get('saver', {})
+        files = [  # they will be removed one day, so no others
+            entry for entry in history.get('checkpoint_files', ())
+            if re.fullmatch(r'checkpoint-\d+\.pth\.tar', str(entry[0]))]
+        self.load_state_dict({**history, 'checkpoint_files': files, 'pending': (None, None)})
         if again:
             self.save_checkpoint(checkpoint['epoch'], checkpoint.get('metric'))
 

@@ -10,6 +10,7 @@ from timm.utils import ParseKwargs
 
 from flatten_zoo.errors import UsageError, unknown_name
 from flatten_zoo.files import write_beside
+from flatten_zoo.models.recorded import check_plain, shown
 
 __all__ = ['KeyValues', 'OptionParser', 'read_options_file', 'write_options_file']
 
@@ -82,8 +83,10 @@ class OptionParser(argparse.ArgumentParser):
                 raise UsageError(f"{source}: {unknown_name('option', str(key), actions)}")
             try:
                 checked[key] = _checked(actions[key], value)
+                if key == 'model_kwargs':
+                    check_plain(checked[key], f'{source}: {key}')
             except _Mismatch as e:
-                raise UsageError(f'{source}: {key} expects {e}, not {value!r}') from None
+                raise UsageError(f'{source}: {key} expects {e}, not {shown(value)}') from None
         return checked
 
 

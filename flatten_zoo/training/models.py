@@ -11,10 +11,12 @@ from torch import nn
 
 from flatten_zoo.errors import UsageError, first_line
 from flatten_zoo.models.build import check_model_name
+from flatten_zoo.models.recorded import check_size
 
 from .logs import log
 
-__all__ = ['build_model', 'build_training_model', 'import_device_modules', 'resolve_device', 'shared_by_gpus']
+__all__ = [
+    'build_model', 'build_training_model', 'check_fits', 'import_device_modules', 'resolve_device', 'shared_by_gpus']
 
 
 def import_device_modules(names: list[str] | None) -> None:
@@ -75,6 +77,13 @@ def build_model(args: argparse.Namespace, pretrained: bool, **kwargs: Any) -> nn
         return create_model(pretrained=pretrained, **arguments)
     except Exception as e:
         raise UsageError(f"cannot build the model '{args.model}': {first_line(e)}") from e
+
+
+def check_fits(args: argparse.Namespace, checkpoint: Path) -> None:
+    """Refuse options that a file has recorded, of a network that its checkpoint is too small for."""
+    with torch.device('meta'):
+        model = build_model(args, pretrained=False)
+    check_size(model, checkpoint.stat().st_size, f"'{checkpoint}'")
 
 
 def shared_by_gpus(model: nn.Module, number: int, device: torch.device) -> nn.Module:

@@ -4,10 +4,13 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import timm
+from timm.models import split_model_name_tag
 from timm.optim import list_optimizers
 from timm.utils.distributed import is_distributed_env
 
 from flatten_zoo.errors import UsageError, unknown_name
+from flatten_zoo.models.recorded import check_arguments, check_model, check_settings, shown
 
 from .config import KeyValues, OptionParser, read_options_file
 from .numerics import check_compilation
@@ -375,20 +378,50 @@ def _output_options(parser: OptionParser) -> None:
     group.add_argument('--experiment', default='', type=str, metavar='NAME', help='folder in it; date, model and size')
 
 
-def recorded_options(folder: Path, option: str) -> dict[str, Any]:
-    """The options of a training run.
+NOT_RECORDED = (  # how a run began, and what would fetch or run something: for the command line to say
+    'pretrained', 'pretrained_path', 'initial_checkpoint', 'start_epoch', 'no_resume_opt', 'dataset_download',
+    'dataset_trust_remote_code', 'device_modules', 'log_wandb')
+MOST_WORKERS = 256
+
+
+def recorded_options(
+        folder: Path,
+        option: str,
+        parser: OptionParser,
+        named: argparse.Namespace,
+) -> dict[str, Any]:
+    """The options of a training run, as far as a file may say them.
 
     Args:
         folder: Its output folder.
         option: The option that names the folder, for messages.
+        parser: Parser of the command line.
+        named: What the command line says.
 
     Raises:
-        UsageError: There are none, or they are not those of `train.py`.
+        UsageError: There are none, they are not those of `train.py`, or they would fetch or open more than a folder's
+            data and weights.
     """
     path = folder / 'args.yaml'
     if not path.is_file():
         raise UsageError(f"{option} '{folder}' is no output folder of train.py: it has no args.yaml")
-    return train_parser().check(read_options_file(path), source=path)
+    run = train_parser().check(read_options_file(path), source=path)
+    run = {name: value for name, value in run.items() if name not in NOT_RECORDED}
+    model, source = named.model, f"'{path}'"
+    if model == parser.get_default('model') and 'model' in run:
+        model = run['model']
+        check_model(model, source)
+    if not named.dataset and run.get('dataset', '').partition('/')[0] not in ('', 'torch'):
+        raise UsageError(
+            f'{source} records the data set {shown(run["dataset"])}, which may be fetched from anywhere; '
+            f'name it with --dataset')
+    check_settings(run, source)
+    if timm.is_model(split_model_name_tag(model)[0]):
+        arguments = {**run.get('model_kwargs', {}), 'global_pool': run.get('gp')}
+        check_arguments(model, arguments, f'{source}: model_kwargs')
+    if run.get('workers', 0) > MOST_WORKERS:
+        raise UsageError(f'{source} records {shown(run["workers"])} workers; at most {MOST_WORKERS}')
+    return run
 
 
 def check_train_options(args: argparse.Namespace) -> None:

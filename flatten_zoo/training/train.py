@@ -39,7 +39,7 @@ from .divergence import Divergence, remedies
 from .engine import Trainer, evaluate
 from .interrupts import Terminated, exit_status, interrupts_between_batches, raise_if_interrupted
 from .logs import log, setup_logging
-from .models import build_training_model, import_device_modules, resolve_device
+from .models import build_training_model, check_fits, import_device_modules, resolve_device
 from .numerics import Numerics
 from .options import check_train_options, recorded_options, train_parser
 from .recipe import build_optimizer, build_scheduler, build_task, updates_per_epoch
@@ -104,13 +104,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_with_config(argv)
     if args.resume not in ('', 'auto') and os.path.isdir(args.resume):
         folder = Path(os.path.abspath(args.resume))
-        run = recorded_options(folder, '--resume')
-        began = ('pretrained', 'pretrained_path', 'initial_checkpoint', 'start_epoch', 'no_resume_opt')
-        trusted = ('dataset_download', 'dataset_trust_remote_code', 'device_modules')  # not for a file to say
-        for name in (*began, *trusted):
-            run.pop(name, None)
+        run = recorded_options(folder, '--resume', parser, named=args)
         parser.set_defaults(**run | {'output': str(folder.parent), 'experiment': folder.name})
         args = parser.parse_with_config(argv)
+        check_fits(args, max(folder.glob('*.pth.tar'), key=os.path.getsize, default=folder))
     check_train_options(args)
     return args
 

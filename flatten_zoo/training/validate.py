@@ -27,7 +27,7 @@ from .engine import evaluate
 from .imagenet import LabelledEvaluator, read_real_labels, read_valid_labels
 from .interrupts import exit_status, interrupts_between_batches
 from .logs import log, setup_logging
-from .models import build_model, resolve_device, shared_by_gpus
+from .models import build_model, check_fits, resolve_device, shared_by_gpus
 from .numerics import Numerics
 from .options import check_validate_options, recorded_options, train_parser, validate_parser
 from .report import figures_text
@@ -147,25 +147,29 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_with_config(argv)
     if Path(args.checkpoint).is_dir() and args.checkpoint:
         folder = Path(args.checkpoint)
-        parser.set_defaults(**run_options(folder, parser))
+        parser.set_defaults(**run_options(folder, parser, named=args))
         args = parser.parse_with_config(argv)
         args.checkpoint = str(run_checkpoint(folder))
+        check_fits(args, Path(args.checkpoint))
     args.data_dir = args.data or args.data_dir
     check_validate_options(args)
     return args
 
 
-def run_options(folder: Path, parser: OptionParser) -> dict[str, Any]:
+def run_options(folder: Path, parser: OptionParser, named: argparse.Namespace) -> dict[str, Any]:
     """Options of `validate.py` that repeat the last validation of a training run.
 
     Args:
         folder: Output folder of `train.py`.
         parser: Parser of `validate.py`.
+        named: What the command line says.
+
+    Raises:
+        UsageError: There are none, or they would fetch or open more than a folder's data and weights.
     """
-    run = vars(train_parser().parse_args([])) | recorded_options(folder, '--checkpoint')
+    run = vars(train_parser().parse_args([])) | recorded_options(folder, '--checkpoint', parser, named)
     shared = {name: run[name] for name in vars(parser.parse_args([])) if name in run}
     return shared | {
-        'pretrained': False,
         'split': run['val_split'],
         'num_samples': run['val_num_samples'],
         'batch_size': run['validation_batch_size'] or run['batch_size'],

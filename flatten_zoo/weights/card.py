@@ -1,4 +1,7 @@
 """Model cards."""
+import re
+
+from huggingface_hub import ModelCard, ModelCardData
 from timm.models._hub import generate_readme
 
 from ..models import RELEASES, Release
@@ -62,7 +65,8 @@ def model_card(config: dict, parameters: int, name: str) -> str:
         'Architecture': f'{architecture}, {parameters / 1e6:.2f} M parameters, {config["num_classes"]} classes',
         'Evaluation settings': {
             'input': ' × '.join(map(str, cfg['input_size'])),
-            'resize and crop': f'{cfg["interpolation"]}, crop_pct {cfg["crop_pct"]:.4g}, mode {cfg["crop_mode"]}',
+            'resize and crop':
+                f'{_plain(cfg["interpolation"])}, crop_pct {cfg["crop_pct"]:.4g}, mode {_plain(cfg["crop_mode"])}',
             'mean': ', '.join(map(str, cfg['mean'])),
             'std': ', '.join(map(str, cfg['std'])),
         },
@@ -75,14 +79,21 @@ def model_card(config: dict, parameters: int, name: str) -> str:
         details['Paper'] = f'{cfg["paper_name"]}, {cfg["paper_ids"]}'
     details['License of the weights'] = OFFICIAL_LICENSE if release else OWN_LICENSE
     card = dict(
-        tags=['image-classification', 'timm', 'flatten_zoo'],
-        license='unknown',
         description=f'A {architecture} image classifier for timm and flatten_zoo.',
         details=details,
         usage=USAGE,
         citation=CITATIONS[architecture.partition('_')[0]],
     )
-    return generate_readme(card, name)
+    data = ModelCardData(
+        tags=['image-classification', 'timm', 'flatten_zoo'], pipeline_tag='image-classification', library_name='timm',
+        license='unknown', datasets=['imagenet-1k'] if release else None)
+    text = ModelCard(generate_readme(card, _plain(name))).text
+    return f'---\n{data.to_yaml()}\n---\n{text}'
+
+
+def _plain(text: object) -> str:
+    """Text as Markdown that shows it: in one line, without markup."""
+    return re.sub(r'([\\`*{}\[\]<>#|~!&])', r'\\\1', ' '.join(str(text).split()))
 
 
 def accuracy_text(release: Release) -> str:

@@ -15,12 +15,13 @@ from torch import nn
 from ..errors import UsageError, first_line
 from ..files import write_beside
 from ..models.build import check_model_name
+from ..models.recorded import check_arguments, check_model, check_settings, check_size, meta_model
 from .card import model_card
 from .catalogue import zoo_models
 from .checkpoint import read_checkpoint, select_state_dict, write_safetensors
 from .convert import family_of, from_official, is_official, to_official
 
-__all__ = ['HUB_FILES', 'load_model', 'save_model', 'write_weights']
+__all__ = ['HUB_FILES', 'check_finite', 'load_model', 'save_model', 'write_weights']
 
 HUB_FILES = ('README.md', 'config.json', 'model.safetensors')
 
@@ -32,6 +33,7 @@ def load_model(
         model_kwargs: dict | None = None,
         img_size: tuple[int, int] | None = None,
         zoo_only: bool = True,
+        allow_non_finite: bool = False,
 ) -> nn.Module:
     """The model of a checkpoint, with its weights.
 
@@ -45,40 +47,54 @@ def load_model(
         img_size: Image size that the position tensors are brought to, for models that are made for one size; that of
             the checkpoint if None.
         zoo_only: Refuse timm's own models.
+        allow_non_finite: Take weights that are infinite or not a number.
 
     Raises:
-        UsageError: The checkpoint can't be read, doesn't say its model, or is of another model.
+        UsageError: The checkpoint can't be read, doesn't say its model, is of another model, or records what a file may
+            not say.
     """
     checkpoint = read_checkpoint(source)
     state_dict = select_state_dict(checkpoint, use_ema)
     # a run that started from released weights records their tag, but its weights are others
     tag = split_model_name_tag(model_name)[1] if model_name else None
-    model_name = model_name or checkpoint.get('arch')
-    if not isinstance(model_name, str):
-        raise UsageError(f"'{source}' does not say which model it is of; name it with --model")
+    if model_name is None:
+        model_name = checkpoint.get('arch')
+        if model_name is None:
+            raise UsageError(f"'{source}' does not say which model it is of; name it with --model")
+        check_model(model_name, f"'{source}'")
     check_model_name(model_name)
     if zoo_only and ':' not in model_name and split_model_name_tag(model_name)[0] not in zoo_models():
         raise UsageError(f"'{model_name}' is no model of the zoo but of timm's own; see `flatten-zoo list`")
     options = checkpoint.get('args')
     options = vars(options) if isinstance(options, argparse.Namespace) else options if isinstance(options, dict) else {}
+    recorded = options.get('model_kwargs') or {}
+    check_settings(options, f"'{source}'")
+    if ':' not in model_name:
+        check_arguments(model_name, recorded, f"'{source}': model_kwargs")
+        check_arguments(model_name, {'global_pool': options.get('gp')}, f"'{source}': gp")
+    else:
+        recorded = {}  # an address has its own
+    if not allow_non_finite:
+        check_finite(state_dict, f"'{source}'")
     try:
         arguments = resolve_model_input_args(model_name, options, **{
-            'global_pool': options.get('gp'),
-            **(options.get('model_kwargs') or {}),
+            'global_pool': options.get('gp') if ':' not in model_name else None,
+            **recorded,
             **(model_kwargs or {}),
             **_counts(state_dict, timm.create_model(model_name, device='meta')),
         })
         cfg = arguments['pretrained_cfg']
         cfg |= {'tag': tag or None, **_evaluation_settings(options, cfg)}
-        # held against the file before its shapes take memory
-        state_dict = from_official(state_dict, timm.create_model(**arguments, device='meta'))
+        network = meta_model(**arguments)  # held against the file before it takes memory
+        check_size(network, Path(source).stat().st_size, f"'{source}'")
+        state_dict = from_official(state_dict, network)
         model = timm.create_model(**arguments)
-        model.pretrained_cfg['label_names'] = _label_names(checkpoint, model.num_classes)
     except UsageError:
         raise
-    except (TypeError, ValueError, RuntimeError, AssertionError) as e:
+    except Exception as e:  # whatever arguments can do to each other
         raise UsageError(f"cannot build '{model_name}' for '{source}': {first_line(e)}") from e
     model.load_state_dict(state_dict)
+    model.pretrained_cfg['label_names'] = _label_names(checkpoint, model.num_classes)
     if img_size is None:
         return model
     try:
@@ -115,9 +131,22 @@ def _evaluation_settings(options: dict, cfg: dict) -> dict:
 def _label_names(checkpoint: dict, num_classes: int) -> list[str] | None:
     """Names of the classes, of a checkpoint that has them for its classifier."""
     names = checkpoint.get('label_names')
-    if isinstance(names, list) and len(names) == num_classes and all(isinstance(name, str) for name in names):
-        return names
-    return None
+    if not isinstance(names, list) or len(names) != num_classes:
+        return None
+    return names if all(isinstance(name, str) and len(name) < 256 and name.isprintable() for name in names) else None
+
+
+def check_finite(state_dict: dict[str, torch.Tensor], source: str) -> None:
+    """Refuse weights that are infinite or not a number.
+
+    Args:
+        state_dict: The weights.
+        source: What to call their file in errors.
+    """
+    for name, value in state_dict.items():
+        if not torch.isfinite(value).all():
+            raise UsageError(
+                f'{source} has values in {name} that are infinite or not a number; --allow-non-finite takes them')
 
 
 def save_model(model: nn.Module, folder: Path, name: str) -> None:

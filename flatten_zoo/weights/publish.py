@@ -10,20 +10,21 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from ..errors import UsageError, first_line
+from ..models.recorded import check_config
 from .card import REPOSITORY
-from .export import HUB_FILES, load_model, save_model
+from .export import HUB_FILES, check_finite, load_model, save_model
 
 __all__ = ['dry_run', 'hub_folder', 'push']
 
 
 @contextmanager
-def hub_folder(source: Path, repo: str, *load_arguments) -> Iterator[Path]:
+def hub_folder(source: Path, repo: str, *load_arguments, **load_options) -> Iterator[Path]:
     """A folder in timm's Hub layout: `source` itself, or what its checkpoint becomes.
 
     Args:
         source: Folder or checkpoint file.
         repo: `account/name` where it will go.
-        *load_arguments: Of `load_model`, for a checkpoint.
+        *load_arguments, **load_options: Of `load_model`, for a checkpoint.
     """
     check_repo(repo)
     if source.is_dir():
@@ -31,11 +32,11 @@ def hub_folder(source: Path, repo: str, *load_arguments) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, 'model')
-        save_model(load_model(source, *load_arguments), folder, name=repo.partition('/')[2])
+        save_model(load_model(source, *load_arguments, **load_options), folder, name=repo.partition('/')[2])
         yield folder
 
 
-def check_folder(folder: Path) -> None:
+def check_folder(folder: Path, allow_non_finite: bool = False) -> None:
     """Refuse to publish what nobody could load.
 
     Raises:
@@ -45,21 +46,30 @@ def check_folder(folder: Path) -> None:
     if missing:
         raise UsageError(f"'{folder}' has no {' and no '.join(missing)}; make such a folder with `flatten-zoo convert`")
     try:
-        timm.create_model(f'local-dir:{folder}', pretrained=True)
+        check_config(f'local-dir:{folder}')
+        model = timm.create_model(f'local-dir:{folder}', pretrained=True)
     except Exception as e:  # whatever can be wrong with a configuration
         raise UsageError(f"'{folder}' cannot be loaded: {first_line(e)}") from e
+    if not allow_non_finite:
+        check_finite(model.state_dict(), f"'{folder}'")
 
 
-def dry_run(folder: Path, repo: str, private: bool = False) -> str:
+def dry_run(folder: Path, repo: str, private: bool = False, allow_non_finite: bool = False) -> str:
     """What `push` would send where, after the same checks of the folder and the name."""
     check_repo(repo)
-    check_folder(folder)
+    check_folder(folder, allow_non_finite)
     sizes = [f'  {name}  {(folder / name).stat().st_size / 1e6:.3f} MB' for name in HUB_FILES]
     visibility = 'private' if private else 'public, unless it exists and is private'
     return '\n'.join([f'would send to {constants.ENDPOINT}/{repo} ({visibility}):', *sizes])
 
 
-def push(folder: str | Path, repo: str, private: bool = False, keep_card: bool = False) -> str:
+def push(
+        folder: str | Path,
+        repo: str,
+        private: bool = False,
+        keep_card: bool = False,
+        allow_non_finite: bool = False,
+) -> str:
     """Publish a folder in timm's Hub layout, in one commit, creating the repository if there is none.
 
     Args:
@@ -67,6 +77,7 @@ def push(folder: str | Path, repo: str, private: bool = False, keep_card: bool =
         repo: `account/name`.
         private: The repository must be private.
         keep_card: Leave the model card that the repository may have already.
+        allow_non_finite: Publish weights that are infinite or not a number too.
 
     Returns:
         Address of the commit.
@@ -78,7 +89,7 @@ def push(folder: str | Path, repo: str, private: bool = False, keep_card: bool =
     check_repo(repo)
     if get_token() is None:
         raise UsageError('not logged in to the Hub: run `hf auth login`, or set HF_TOKEN to a token that may write')
-    check_folder(folder)
+    check_folder(folder, allow_non_finite)
     try:
         return _upload(folder, repo, private, keep_card)
     except UsageError:
