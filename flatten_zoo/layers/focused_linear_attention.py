@@ -17,6 +17,7 @@ from .focused_linear_function import depthwise_and_focused_attention, focus, inv
 __all__ = ['FocusedLinearAttention', 'FocusedLinearCore', 'focused_feature_map']
 
 torch.fx.wrap('resample_abs_pos_embed_nhwc')  # branches on sizes
+torch.fx.wrap('depthwise_and_focused_attention')  # looks at what transforms it
 
 
 def focused_feature_map(x: torch.Tensor, scale: torch.Tensor, focusing_factor: float) -> torch.Tensor:

@@ -11,9 +11,9 @@ from torch.autograd import forward_ad
 
 __all__ = ['depthwise_and_focused_attention', 'focus', 'inverse_softplus']
 
-EPSILON = 1e-6  # the paper's code adds it to relu(x) and to the normalizer
 
-
+@torch.fx.wrap
+@register_notrace_function  # reason: branches on the dtype
 def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.dtype == torch.float16 or x.dtype == torch.bfloat16 else x
 
@@ -31,7 +31,7 @@ def _range(u: torch.Tensor, norm: torch.Tensor, p: float) -> torch.Tensor:
 
 def focus(x: torch.Tensor, inverse_scale: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Direction w (..., C) and factor r (..., 1) of the focused function: f(x) = r · w, at least in float32."""
-    u = (F.relu(_at_least_float32(x)) + EPSILON) * inverse_scale
+    u = (F.relu(_at_least_float32(x)) + 1e-6) * inverse_scale
     norm = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
     # f does not depend on the range, so it is a constant to the gradient
     w = (u * _range(u, norm, p).detach().reciprocal()) ** p
@@ -41,14 +41,12 @@ def focus(x: torch.Tensor, inverse_scale: torch.Tensor, p: float) -> tuple[torch
 def _by_head(x: torch.Tensor) -> bool:
     # On the CPU one product per head reads strided views where one for all would first copy them into heads. Elsewhere
     # launches cost more than copies, and an exported graph is to be small.
-    if torch.jit.is_scripting():
-        return False
     return x.device.type == 'cpu' and not is_exporting()
 
 
 def _outer(k: torch.Tensor, v: torch.Tensor, num_heads: int) -> torch.Tensor:
     """kᵀ v of every head, (B, heads, d, d'), for k (B, N, heads · d) and v (B, N, heads · d')."""
-    if _by_head(k):
+    if not torch.jit.is_scripting() and _by_head(k):
         pairs = zip(k.chunk(num_heads, dim=-1), v.chunk(num_heads, dim=-1), strict=True)
         return torch.stack([torch.bmm(k_head.transpose(1, 2), v_head) for k_head, v_head in pairs], dim=1)
     k = k.unflatten(-1, [num_heads, -1]).permute(0, 2, 3, 1)
@@ -58,7 +56,7 @@ def _outer(k: torch.Tensor, v: torch.Tensor, num_heads: int) -> torch.Tensor:
 def _apply(q: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
     """q times the context of its head, (B, N, heads · d'), for q (B, N, heads · d) and context (B, heads, d, d')."""
     num_heads = context.shape[1]
-    if _by_head(q):
+    if not torch.jit.is_scripting() and _by_head(q):
         pairs = zip(q.chunk(num_heads, dim=-1), context.unbind(1), strict=True)
         return torch.cat([torch.bmm(q_head, context_head) for q_head, context_head in pairs], dim=-1)
     return (q.unflatten(-1, [num_heads, -1]).transpose(1, 2) @ context).transpose(1, 2).flatten(2)
@@ -102,7 +100,7 @@ def plain_attention(
     k = k * r_k
     k_mean = k.mean(dim=1, keepdim=True)
     normalizer = (q * k_mean).unflatten(-1, [num_heads, -1]).sum(dim=-1, keepdim=True)
-    normalizer = normalizer + (EPSILON * r_q.reciprocal()).unsqueeze(-1)
+    normalizer = normalizer + (1e-6 * r_q.reciprocal()).unsqueeze(-1)
     q = (q.unflatten(-1, [num_heads, -1]) * normalizer.reciprocal()).flatten(2)
     if v.dtype == torch.float16:
         # Two weighted means, so that every factor fits half precision: each channel of k averages v over the positions,
@@ -117,7 +115,7 @@ def plain_attention(
 
 def _focus_in_place(u: torch.Tensor, inverse_scale: torch.Tensor, p: float) -> tuple[torch.Tensor, ...]:
     """Turn relu(x) into the direction w of `focus`; returns range and norm of u, and the factor r."""
-    torch.addcmul(EPSILON * inverse_scale, u, inverse_scale, out=u)
+    torch.addcmul(1e-6 * inverse_scale, u, inverse_scale, out=u)
     norm = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
     size = _range(u, norm, p)
     u.mul_(size.reciprocal()).pow_(p)
@@ -138,7 +136,7 @@ def _attention_in_place(q, k, v, inverse_scale, weight, bias, p, num_heads) -> t
         k.mul_(r_k)
         k_mean = k.mean(dim=1)
         context = _outer(k.to(v.dtype), v, num_heads).mul_(1 / N)
-        normalizer = _apply(q, k_mean.view(B, num_heads, -1, 1)) + EPSILON / r_q
+        normalizer = _apply(q, k_mean.view(B, num_heads, -1, 1)) + 1e-6 / r_q
         q.unflatten(-1, [num_heads, -1]).div_(normalizer.unsqueeze(-1))
         _add_applied(out, q.to(v.dtype), context)
         return out.view(B, H, W, C), size_q, norm_q, r_q, size_k, norm_k, r_k, k_mean, context, normalizer
@@ -201,7 +199,7 @@ def _attention_backward(
     def recompute(x, size):
         """u and w of `_focus_in_place`."""
         u = _at_least_float32(x.relu())
-        torch.addcmul(EPSILON * inverse_scale, u, inverse_scale, out=u)
+        torch.addcmul(1e-6 * inverse_scale, u, inverse_scale, out=u)
         return u, (u * size.reciprocal()).pow_(p)
 
     def through_focus(grad, along_w, along_u, x, u, w):
@@ -221,7 +219,7 @@ def _attention_backward(
     grad_k_mean = _outer(w, grad_normalizer, num_heads).reshape(B, 1, C)
     grad_w.unflatten(-1, [num_heads, -1]).div_(by_head).addcmul_(
         grad_normalizer.unsqueeze(-1), k_mean.view(B, 1, num_heads, -1))
-    radial = grad_normalizer.sum(dim=-1, keepdim=True) * -EPSILON / norm_q ** 2
+    radial = grad_normalizer.sum(dim=-1, keepdim=True) * -1e-6 / norm_q ** 2
     grad_q, grad_inverse_scale = through_focus(grad_w, radial * r_q, radial / r_q, x_q, u, w)
 
     # Keys: the context is fᵀ v / N, with f = r w of the norm of u
@@ -240,7 +238,6 @@ def _attention_backward(
     return grad_q.view_as(q), grad_k.view_as(k), grad_v.view_as(q), grad_inverse_scale, grad_weight, grad_bias
 
 
-@torch.fx.wrap
 @register_notrace_function  # reason: looks at what records or transforms it
 def depthwise_and_focused_attention(
         q: torch.Tensor,
