@@ -164,7 +164,10 @@ class _Attention(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: gradient checkpointing recomputes at each access
         inputs, saved = saved[:6], saved[6:]
         with torch.autocast(grad.device.type, enabled=False):
-            if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            if (
+                    torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
+                    or torch._C._functorch.is_legacy_batchedtensor(grad)  # is_grads_batched=True
+            ):
                 grads = _differentiated(grad, inputs, ctx.needs_input_grad, p, num_heads)
             else:
                 grads = _attention_backward(grad, *inputs, *saved, p, num_heads, ctx.needs_input_grad)
