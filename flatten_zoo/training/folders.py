@@ -26,7 +26,7 @@ SYSTEM = re.compile(
     r'(?:^|[/\\])(\._|\.(?!\.?(?:[/\\]|$))[^/\\]*|(?:__macosx|(?:eh)?thumbs\.db|desktop\.ini|\$recycle\.bin'
     r'|system volume information|lost\+found|@eadir)(?=[/\\]|$))',
     re.IGNORECASE)
-MOST_NAMED = 5
+MOST_NAMED = 8
 
 
 class Split:
@@ -69,10 +69,9 @@ class Split:
         self.left_out['in no class folder'] = found.pop('', 0)
         index = self.class_map or {name: i for i, name in enumerate(sorted(found, key=natural_key))}
         self.left_out['of no class in --class-map'] = sum(n for name, n in found.items() if name not in index)
-        left_out = +self.left_out
-        if left_out:
-            kinds = [f'{number} {ascii(kind)[1:-1]}' for kind, number in left_out.most_common()]
-            log.info("'%s': %d files are left out: %s", self.root, left_out.total(), _some(kinds))
+        if left_out := (+self.left_out).most_common():
+            kinds = [f'{number} {ascii(kind)[1:-1]}' for kind, number in left_out]
+            log.info("'%s': files left out: %s", self.root, _some(kinds))
         expected = self.class_map or [os.path.basename(path) for path in leaves if not SYSTEM.search(path)]
         if empty := sorted(set(expected) - found.keys(), key=natural_key):
             names = _some([ascii(name) for name in empty])
@@ -84,8 +83,7 @@ class Split:
             raise UsageError(
                 f"the images in '{self.root}' are not in class folders{' that --class-map names' if found else ''}: "
                 f'put each into a folder with the name of its class')
-        raise UsageError(f"there are no images in '{self.root}'" + (
-            f', but {left_out.total()} other files' if left_out else ''))
+        raise UsageError(f"there are no images in '{self.root}'")
 
 
 def _some(names: list[str]) -> str:
@@ -164,7 +162,8 @@ class TorchvisionFolder(ImageFolder):
         split = Split(root, suffixes)
         super().__init__(
             root, loader=open_image, is_valid_file=lambda path: split.is_image(os.path.relpath(path, root)))
-        split.index_classes([self.classes[target] for target in self.targets])
+        loose = [name for name in os.listdir(root) if name not in self.class_to_idx and split.is_image(name)]
+        split.index_classes([self.classes[target] for target in self.targets] + [''] * len(loose))
 
     def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
         classes = [name for name in super().find_classes(directory)[0] if not SYSTEM.search(name)]
