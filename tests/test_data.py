@@ -324,7 +324,7 @@ def test_every_mode_is_read_as_the_picture_in_8_bits(tmp_path, name):
 def test_every_reader_scales_16_bits(tmp_path, name):
     for split in ('train', 'validation'):
         (tmp_path / 'images' / split / 'blue').mkdir(parents=True)
-        Image.fromarray(WIDE).save(tmp_path / 'images' / split / 'blue' / '0.png')
+        Image.fromarray(WIDE).save(tmp_path / 'images' / split / 'blue' / '0.tif')
     write = {'tar': write_tars, 'wds': write_shards, 'hfds parquet': write_parquet, 'hfids parquet': write_parquet}
     if name in write:
         write[name](tmp_path / {'tar': 'tars', 'wds': 'shards'}.get(name, 'parquet'), tmp_path / 'images')
