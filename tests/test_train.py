@@ -323,7 +323,7 @@ def test_missing_or_empty_data(tmp_path, capsys, images):
     assert f"--data-dir '{tmp_path}/none' does not exist" in refused(capsys, tmp_path / 'none')
     assert f"--data-dir '{tmp_path}' is empty" in refused(capsys, tmp_path)
     (tmp_path / 'train' / 'red').mkdir(parents=True)
-    assert f"'{tmp_path}/train': Found 0 images" in refused(capsys, tmp_path)
+    assert refused(capsys, tmp_path) == f"error: there are no images in '{tmp_path}/train'"
     line = refused(capsys, images, '--val-split', 'test')
     assert f"no split 'test' in '{images}', which has train, validation" in line
     assert "no split 'train'" in refused(capsys, images / 'train')

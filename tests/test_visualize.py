@@ -368,9 +368,9 @@ def test_mistakes_are_one_line_and_status_2(model, arguments, message, photo, tm
 def test_unsuited_pictures(photo, tmp_path, capsys):
     (tmp_path / 'text.png').write_text('no picture')
     (tmp_path / 'half.png').write_bytes(photo.read_bytes()[:5000])
-    Image.fromarray(np.zeros((9, 9), np.uint16)).save(tmp_path / 'deep.png')
+    Image.fromarray(np.full((9, 9), 300, np.float32)).save(tmp_path / 'deep.tif')
     for name, message in (('none.png', 'there is no picture'), ('text.png', 'cannot read'), ('half.png', 'cannot read'),
-                          ('', 'cannot read'), ('deep.png', 'more than 8 bits per channel')):
+                          ('', 'cannot read'), ('deep.tif', 'its values are from 300 to 300')):
         assert run(tmp_path / name, tmp_path / 'out.png', 'resnet10t') == 2
         captured = capsys.readouterr().err
         assert message in captured and name in captured and len(captured.splitlines()) == 2
