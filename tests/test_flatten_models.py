@@ -4,6 +4,7 @@ import math
 import sys
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -271,6 +272,32 @@ def test_any_size_in_dynamic_mode(name, size):
         assert feature.shape == (2, channels, *(-(-s // stride) for s in size))
 
 
+@pytest.mark.parametrize('name', sorted({*SMALL} - FIXED_SIZE))
+def test_networks_for_any_size_say_so(name):
+    plain, asked = create_small(name), create_small(name, dynamic_img_size=True)
+    x = torch.randn(1, 3, 40, 96)
+    assert torch.equal(plain(x), asked(x))
+    with pytest.raises(ValueError, match='dynamic_img_size=False.*any size'):
+        create_small(name, dynamic_img_size=False)
+
+
+@pytest.mark.parametrize('feature_cls', ['getter', 'list', 'dict', 'hook', 'fx', timm.models.FeatureListNet], ids=str)
+@pytest.mark.parametrize('name', [*SMALL, 'ea_resnet50'])
+def test_feature_maps_are_nchw_however_they_are_taken(name, feature_cls):
+    kwargs = {**SMALL.get(name, {}), 'features_only': True, 'out_indices': (1, 3)}
+    if name in FIXED_SIZE and feature_cls != 'getter':
+        with pytest.raises(ValueError, match='feature_cls.*getter.*channels last'):
+            timm.create_model(name, feature_cls=feature_cls, **kwargs)
+        return
+    backbone = timm.create_model(name, feature_cls=feature_cls, **kwargs).eval()
+    maps = backbone(torch.randn(1, 3, 64, 64))
+    maps = maps.values() if isinstance(maps, dict) else maps
+    info = backbone.feature_info
+    assert [tuple(y.shape[1:]) for y in maps] == [
+        (channels, 64 // stride, 64 // stride)
+        for channels, stride in zip(info.channels(), info.reduction(), strict=True)]
+
+
 @fixed_size_families
 def test_strict_mode_says_what_it_expects(name):
     model = create_small(name)
@@ -411,6 +438,8 @@ def test_features_of_fewer_stages(name):
 
 @pytest.mark.parametrize(('arguments', 'message'), [
     ({'num_classes': -1}, 'num_classes'),
+    *[({'depths': depths}, 'depths') for depths in ((), (2, -1, 2, 2), (2, 0.5, 2, 2), 3)],
+    *[({'depth': depth}, 'depth') for depth in (-1, 0, 1.5)],
     ({'num_classes': 2.5}, 'num_classes'),
     ({'focusing_factor': math.inf}, 'focusing_factor'),
     ({'focusing_factor': math.nan}, 'focusing_factor'),
@@ -419,10 +448,18 @@ def test_features_of_fewer_stages(name):
 ], ids=str)
 @pytest.mark.parametrize('name', [*SMALL, 'ea_resnet50'])
 def test_arguments_out_of_range(name, arguments, message):
-    if name == 'ea_resnet50' and not {*arguments} <= {'num_classes', 'drop_rate', 'drop_path_rate'}:
+    known = {'num_classes', 'drop_rate', 'drop_path_rate', *SMALL.get(name, {})}
+    if name == 'ea_resnet50' and not {*arguments} <= known or {*arguments} & {'depth', 'depths'} - known:
         pytest.skip('has no such argument')
-    with pytest.raises(ValueError, match=message):
-        timm.create_model(name, **{**SMALL.get(name, {}), **arguments}, device='meta')
+    for wrapping in {}, {'features_only': True}:
+        with pytest.raises(ValueError, match=f'{message} must'):
+            timm.create_model(name, **{**SMALL.get(name, {}), **arguments}, **wrapping, device='meta')
+    if 'num_classes' in arguments:
+        model = timm.create_model(name, **SMALL.get(name, {}), device='meta')
+        with pytest.raises(ValueError, match=f'{message} must'):
+            model.reset_classifier(arguments['num_classes'])
+        model.reset_classifier(np.int64(3))
+        assert model.get_classifier().out_features == model.num_classes == 3
 
 
 @pytest.mark.parametrize(('name', 'argument'), [

@@ -16,7 +16,7 @@ from timm.models.pvt_v2 import Attention
 from torch import nn
 
 from ..layers import FocusedLinearAttention
-from ._arguments import check_arguments
+from ._arguments import check_any_size, check_arguments
 from ._flatten import (
     create_pyramid,
     fit_position_tensors,
@@ -131,6 +131,7 @@ class FlattenPVT(PyramidTransformer):
             attn_drop_rate: float = 0.,
             drop_path_rate: float = 0.,
             norm_layer: type[nn.Module] = LayerNorm,
+            dynamic_img_size: bool = True,
             device=None,
             dtype=None,
     ):
@@ -154,12 +155,12 @@ class FlattenPVT(PyramidTransformer):
             attn_drop_rate: Dropout rate of the attention weights, softmax stages only.
             drop_path_rate: Stochastic depth rate of the last block; that of the first is 0.
             norm_layer: Norm of the blocks.
+            dynamic_img_size: True, the only possibility: images of any size.
 
         Raises:
             ValueError: An argument is out of its range.
         """
         dd = {'device': device, 'dtype': dtype}
-        num_stages = len(depths)
         check_arguments(
             depths,
             num_classes=num_classes,
@@ -172,6 +173,8 @@ class FlattenPVT(PyramidTransformer):
             attn_drop_rate=attn_drop_rate,
             drop_path_rate=drop_path_rate,
         )
+        check_any_size(dynamic_img_size)
+        num_stages = len(depths)
         attn_types = resolve_attn_types(attn_types, num_stages)
         num_heads = to_ntuple(num_stages)(num_heads)
         sr_ratios = to_ntuple(num_stages)(sr_ratios)

@@ -15,7 +15,7 @@ from timm.models.pvt_v2 import PyramidVisionTransformerV2
 from torch import nn
 
 from ..layers import FocusedLinearAttention
-from ._arguments import check_arguments
+from ._arguments import CheckedClassifier, check_any_size, check_arguments
 from ._flatten import (
     create_pyramid,
     fit_position_tensors,
@@ -94,7 +94,7 @@ def flatten_stages(
             block.attn = FlattenPVTv2Attention(block.attn, grid_size, **kwargs)
 
 
-class FlattenPVTv2(PyramidVisionTransformerV2):
+class FlattenPVTv2(CheckedClassifier, PyramidVisionTransformerV2):
     """Pyramid Vision Transformer v2 whose attention is focused linear attention over each stage's whole grid.
 
     Takes images of any size.
@@ -107,6 +107,7 @@ class FlattenPVTv2(PyramidVisionTransformerV2):
             attn_types: str | Sequence[str] = 'linear',
             focusing_factor: float = 3,
             kernel_size: int = 5,
+            dynamic_img_size: bool = True,
             **kwargs,
     ):
         """
@@ -115,9 +116,11 @@ class FlattenPVTv2(PyramidVisionTransformerV2):
             attn_types: 'linear' or 'softmax', for all stages or for each.
             focusing_factor: Power of the focused function, linear stages only.
             kernel_size: Size of the attention's depthwise convolution, linear stages only.
+            dynamic_img_size: True, the only possibility: images of any size.
             **kwargs: Arguments of timm's PyramidVisionTransformerV2. `sr_ratios`, `linear` and `attn_drop_rate`
                 concern the softmax stages alone.
         """
+        check_any_size(dynamic_img_size)
         check_arguments(**{'depths': (3, 4, 6, 3), **kwargs})
         super().__init__(**kwargs)
         attn_types = resolve_attn_types(attn_types, len(self.depths))

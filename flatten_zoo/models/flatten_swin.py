@@ -15,8 +15,8 @@ from timm.models import generate_default_cfgs, register_model, swin_transformer
 from timm.models.swin_transformer import PatchMerging, SwinTransformer, SwinTransformerBlock
 from torch import nn
 
-from ._arguments import check_arguments
-from ._features import check_out_indices
+from ._arguments import CheckedClassifier, check_arguments
+from ._features import check_feature_cls, check_out_indices
 from ._flatten import (
     fit_position_tensors,
     flatten_cfg,
@@ -146,7 +146,7 @@ def flatten_stages(model: SwinTransformer, attn_types: Sequence[str], **kwargs) 
         stage.blocks = nn.Sequential(*[FlattenSwinBlock(block, **kwargs) for block in stage.blocks])
 
 
-class FlattenSwin(SwinTransformer):
+class FlattenSwin(CheckedClassifier, SwinTransformer):
     """Swin Transformer with focused linear attention over the whole grid in its linear stages."""
 
     def __init__(
@@ -212,6 +212,8 @@ def official_extras(model: FlattenSwin) -> dict[str, torch.Tensor]:
 
 
 def _create_flatten_swin(variant: str, pretrained: bool = False, **kwargs) -> FlattenSwin:
+    check_arguments(**kwargs)
+    check_feature_cls(kwargs.get('feature_cls', 'getter'))
     out_indices = kwargs.pop('out_indices', tuple(range(len(kwargs['depths']))))
     check_out_indices(out_indices, len(kwargs['depths']))
     return build_released_model(
