@@ -7,9 +7,6 @@ from timm.models import checkpoint_seq
 from timm.models._features import feature_take_indices
 from torch import nn
 
-from ._arguments import check_dynamic_img_size
-from ._dilation import dilate
-
 from ._arguments import check_arguments
 
 __all__ = ['PyramidStage', 'PyramidTransformer']
@@ -68,8 +65,6 @@ class PyramidTransformer(nn.Module):
             global_pool: str = 'avg',
             drop_rate: float = 0.,
             norm: nn.Module | None = None,
-            dynamic_img_size: bool = True,
-            output_stride: int = 32,
             device=None,
             dtype=None,
     ):
@@ -82,14 +77,11 @@ class PyramidTransformer(nn.Module):
             global_pool: 'avg', or '' for none.
             drop_rate: Dropout rate before the classifier.
             norm: Norm of the last stage's channels-last map, None for none.
-            dynamic_img_size: True, the only possibility: images of any size.
-            output_stride: 8, 16 or 32; below 32 the last stages keep that stride and are dilated instead.
 
         Raises:
-            ValueError: Unknown global_pool or output_stride, or images of one size alone.
+            ValueError: Unknown global_pool.
         """
         super().__init__()
-        check_dynamic_img_size(dynamic_img_size)
         self.num_classes = num_classes
         self.in_chans = in_chans
         self._set_global_pool(global_pool)
@@ -102,7 +94,6 @@ class PyramidTransformer(nn.Module):
         self.head_drop = nn.Dropout(drop_rate)
         self.head = self._create_head(device=device, dtype=dtype)
         self.apply(self._init_weights)
-        dilate(self, [stage.patch_embed for stage in self.stages], output_stride)
 
     def _init_weights(self, m: nn.Module) -> None:
         if isinstance(m, nn.Linear):
@@ -120,7 +111,6 @@ class PyramidTransformer(nn.Module):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """None: the authors decay `scale`, positional encodings and position embeddings, and spare 1-D tensors."""
         return set()
 
     @torch.jit.ignore
