@@ -320,11 +320,16 @@ def test_native_size_can_be_changed(name):
 @families
 def test_training_uses_of_timm(name):
     model = create_small(name)
-    # positions and scales are decayed, as in the official recipe; norms, biases and window tables are not
+    parameters = dict(model.named_parameters())
+    # positions and scales are decayed, as in the official recipe; norms, biases and window tables are not, nor is what
+    # the authors of DeiT exempt
+    assert model.no_weight_decay() & parameters.keys() == {
+        key for key in parameters
+        if key.endswith('relative_position_bias_table') or 'deit' in name and key == 'pos_embed'}
     groups = param_groups_weight_decay(model, 0.05, no_weight_decay_list=model.no_weight_decay())
     decayed = {id(p) for group in groups if group['weight_decay'] for p in group['params']}
-    for key, parameter in model.named_parameters():
-        plain = parameter.ndim <= 1 or key.endswith('relative_position_bias_table') or key in model.no_weight_decay()
+    for key, parameter in parameters.items():
+        plain = parameter.ndim <= 1 or key in model.no_weight_decay()
         assert (id(parameter) in decayed) != plain, key
     scales = {g['lr_scale'] for g in param_groups_layer_decay(model, 0.05, layer_decay=0.7)}
     assert len(scales) >= 6  # stem, five blocks, head

@@ -111,6 +111,7 @@ class PyramidTransformer(nn.Module):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
+        """None but biases and norms, which timm exempts by itself: the authors decay position tensors and `scale`."""
         return set()
 
     @torch.jit.ignore

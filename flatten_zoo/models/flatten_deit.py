@@ -81,6 +81,9 @@ class FlattenViT(CheckedClassifier, VisionTransformer):
 
     From patch embedding to pooling the tokens therefore stay a (B, H, W, C) map, which is also what `forward_features`
     returns. There are no prefix tokens.
+
+    Weight decay spares biases, norms and, as in DeiT, `pos_embed`; not `scale` and `positional_encoding`, which the
+    authors of focused linear attention decay.
     """
     output_fmt = 'NHWC'
 

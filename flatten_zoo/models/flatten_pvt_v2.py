@@ -97,7 +97,8 @@ def flatten_stages(
 class FlattenPVTv2(CheckedClassifier, PyramidVisionTransformerV2):
     """Pyramid Vision Transformer v2 whose attention is focused linear attention over each stage's whole grid.
 
-    Takes images of any size.
+    Takes images of any size. As in the official training, weight decay spares biases and norms alone, not `scale` and
+    `positional_encoding`.
     """
 
     def __init__(

@@ -147,7 +147,21 @@ def flatten_stages(model: SwinTransformer, attn_types: Sequence[str], **kwargs) 
 
 
 class FlattenSwin(CheckedClassifier, SwinTransformer):
-    """Swin Transformer with focused linear attention over the whole grid in its linear stages."""
+    """Swin Transformer with focused linear attention over the whole grid in its linear stages.
+
+    It is built for one size of images, `img_size`, and windows of `window_size`. The two ways to other sizes give
+    different results, as their windows differ:
+
+    * `set_input_size` changes the one size, and the windows of the softmax stages with it, in proportion: 7 × 7 at 224
+      become 12 × 12 at 384. Position tensors and window tables are resampled. This is how the authors fine-tune at a
+      larger size: meant for training and evaluating at one other size.
+    * `dynamic_img_size=True` takes images of any size, in the windows that the network was built with, padded where
+      they do not fit; position tensors are resampled on the fly. This is how Swin serves detection and segmentation:
+      meant for images whose sizes vary.
+
+    Weight decay spares biases, norms and window tables; as in the official training not `scale` and
+    `positional_encoding`.
+    """
 
     def __init__(
             self,
