@@ -298,6 +298,59 @@ def test_feature_maps_are_nchw_however_they_are_taken(name, feature_cls):
         for channels, stride in zip(info.channels(), info.reduction(), strict=True)]
 
 
+@official_families
+@pytest.mark.parametrize('output_stride', [8, 16, 32])
+def test_output_stride(name, output_stride):
+    plain = create_small(name, features_only=True, attn_types='linear', **dynamic(name))
+    backbone = create_small(
+        name, features_only=True, attn_types='linear', output_stride=output_stride, **dynamic(name))
+    strides = [min(stride, output_stride) for stride in (4, 8, 16, 32)]
+    assert backbone.feature_info.reduction() == strides
+    for size in (64, 64), (101, 52):
+        assert [y.shape[2:] for y in backbone(torch.randn(1, 3, *size))] == [
+            tuple(-(-s // stride) for s in size) for stride in strides]
+
+    x = torch.randn(1, 3, 64, 64)
+    model = create_small(name, output_stride=output_stride)
+    model.load_state_dict(filter_for(name)(create_small(name).state_dict(), model))  # positions are resampled
+    y = model(x)
+    y.sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    torch.testing.assert_close(torch.jit.script(model)(x), y)
+    torch.testing.assert_close(create_small(name, output_stride=output_stride, **dynamic(name))(x),
+                               create_small(name, output_stride=output_stride)(x))
+
+    # at the positions of the undilated network, every embedding gives what it gives there
+    stages = [getattr(network, 'model', network) for network in (plain, backbone)]
+    stages = [getattr(network, 'layers', None) or list(network.children())[-4:] for network in stages]
+    for i, (before, after) in enumerate(zip(*stages, strict=True)):
+        embeddings = [getattr(stage, 'patch_embed', getattr(stage, 'downsample', None)) for stage in (before, after)]
+        if i == 0 or embeddings[0] is None:
+            continue
+        fine, step = (2 * 2 ** i // strides[i - 1], 4 * 2 ** i // strides[i])
+        channels = backbone.feature_info.channels()[i - 1]
+        y = torch.randn(1, 8 * fine, 4 * fine, channels)
+        inputs = [y[:, ::fine, ::fine], y]
+        if name != 'flatten_swin_t':
+            inputs = [z.permute(0, 3, 1, 2) for z in inputs]
+        embeddings[1].load_state_dict(embeddings[0].state_dict())
+        expected, dilated = (embedding(z) for embedding, z in zip(embeddings, inputs, strict=True))
+        assert expected.shape[1:3] == (4, 2)
+        torch.testing.assert_close(dilated[:, ::step, ::step], expected)
+
+
+@official_families
+def test_output_strides_that_are_none(name):
+    for output_stride in 4, 12, 64:
+        with pytest.raises(ValueError, match=f'output_stride must be.*got {output_stride}'):
+            create_small(name, output_stride=output_stride)
+    if name == 'flatten_swin_t':
+        with pytest.raises(ValueError, match='output_stride.*img_size=.*dynamic_img_size=True'):
+            create_small(name, output_stride=16).set_input_size((96, 96))
+        with pytest.raises(ValueError, match='patch size of 16, got 8'):
+            create_small(name, patch_size=16, output_stride=8)
+
+
 @fixed_size_families
 def test_strict_mode_says_what_it_expects(name):
     model = create_small(name)

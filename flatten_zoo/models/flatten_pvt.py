@@ -17,6 +17,7 @@ from torch import nn
 
 from ..layers import FocusedLinearAttention
 from ._arguments import check_any_size, check_arguments
+from ._dilation import stage_strides
 from ._flatten import (
     create_pyramid,
     fit_position_tensors,
@@ -132,6 +133,7 @@ class FlattenPVT(PyramidTransformer):
             drop_path_rate: float = 0.,
             norm_layer: type[nn.Module] = LayerNorm,
             dynamic_img_size: bool = True,
+            output_stride: int = 32,
             device=None,
             dtype=None,
     ):
@@ -156,6 +158,7 @@ class FlattenPVT(PyramidTransformer):
             drop_path_rate: Stochastic depth rate of the last block; that of the first is 0.
             norm_layer: Norm of the blocks.
             dynamic_img_size: True, the only possibility: images of any size.
+            output_stride: 32, or 8 or 16: then the last patch embeddings are dilated instead of striding further.
 
         Raises:
             ValueError: An argument is out of its range.
@@ -180,11 +183,12 @@ class FlattenPVT(PyramidTransformer):
         sr_ratios = to_ntuple(num_stages)(sr_ratios)
         mlp_ratios = to_ntuple(num_stages)(mlp_ratios)
         drop_path_rates = calculate_drop_path_rates(drop_path_rate, depths, stagewise=True)
+        strides = stage_strides(num_stages, output_stride)
         stages = []
-        dim, grid_size = in_chans, to_2tuple(img_size)
+        dim = in_chans
         for i in range(num_stages):
             patch_size = 4 if i == 0 else 2
-            grid_size = tuple(-(-size // patch_size) for size in grid_size)
+            grid_size = tuple(-(-size // strides[i]) for size in to_2tuple(img_size))
             patch_embed = PatchEmbed(
                 img_size=None,
                 patch_size=patch_size,
@@ -217,6 +221,7 @@ class FlattenPVT(PyramidTransformer):
         super().__init__(
             stages,
             embed_dims,
+            strides,
             num_classes=num_classes,
             in_chans=in_chans,
             global_pool=global_pool,
