@@ -94,7 +94,7 @@ def _draw_global_maps(maps: GlobalMaps, picture: torch.Tensor, model: str) -> Fi
 def _draw_energy(maps: EnergyMaps, picture: torch.Tensor, model: str) -> Figure:
     means = [energy.mean() for energy in maps.maps.values()]
     relative = [energy / mean.clamp_min(1e-30) for energy, mean in zip(maps.maps.values(), means, strict=True)]
-    constant = [bool((energy - 1).abs().max() < 1e-5) for energy in relative]  # as behind a norm over the channels
+    constant = [bool((energy - 1).abs().max() < 1e-3) for energy in relative]  # as behind a norm over the channels
     relative = [energy.round() if flat else energy for energy, flat in zip(relative, constant, strict=True)]
     overlay = _Overlay(relative, unit=1, picture=picture)
     shape = _near_square(1 + len(relative))
