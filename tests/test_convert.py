@@ -229,6 +229,15 @@ def test_an_interrupted_conversion_leaves_what_was_there(tmp_path, monkeypatch):
     assert sorted(p.name for p in tmp_path.iterdir()) == ['c.pth', 'out.safetensors']
 
 
+def test_info_initialises_nothing(monkeypatch):
+    def fail(*args, **kwargs):
+        raise AssertionError('a network of which only shapes are shown is initialised')
+
+    plain = dict(weights.describe('flatten_pvt_v2_b0'))
+    monkeypatch.setattr('torch.nn.init._no_grad_trunc_normal_', fail)
+    assert dict(weights.describe('flatten_pvt_v2_b0')) == plain
+
+
 def test_list_and_info_commands(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv('TORCH_HOME', str(tmp_path))
     monkeypatch.delenv('FLATTEN_ZOO_HUB', raising=False)
