@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 from PIL import Image
 from safetensors.torch import save_file
@@ -225,7 +226,8 @@ def test_energy_of_pvt_v2_is_that_before_the_norms():
 
 
 def test_a_map_without_structure_says_so():
-    maps = visualize.EnergyMaps({'flat': 1 + 1e-7 * torch.randn(4, 4), 'other': torch.rand(4, 4)}, dict(flat=8, other=8))
+    energy = {'flat': 1 + 1e-7 * torch.randn(4, 4), 'other': torch.rand(4, 4)}
+    maps = visualize.EnergyMaps(energy, dict.fromkeys(energy, 8))
     written = texts(visualize.draw(maps, torch.rand(32, 32, 3), 'a model'))
     assert written.count('everywhere 1') == 1 and written.count('positions, mean') == 1
 
@@ -318,10 +320,20 @@ def test_marks_hide_nothing_of_the_maps():
     maps = visualize.read_attention(
         create_small('flatten_swin_t', img_size=224), image(224, 224, dtype=torch.float32), 'layers.0.blocks.0.attn')
     figure = visualize.draw(maps, torch.rand(224, 224, 3), 'a model')
-    figure.canvas.draw()
-    for ax in figure.axes:
-        for line in ax.lines if ax.images else ():
-            assert line.get_window_extent().padded(-0.5).count_overlaps([ax.bbox]) == 0
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    figure.set_layout_engine('none')
+    panels = [ax for ax in figure.axes if ax.images and ax.lines]
+    with_marks = np.array(canvas.buffer_rgba()).astype(int)
+    for ax in panels:
+        for line in ax.lines:
+            line.set_visible(False)
+    canvas.draw()
+    changed = (with_marks != canvas.buffer_rgba()).any(axis=2)[::-1]  # from below, as the extents of the panels
+    assert changed.any()
+    for ax in panels:
+        left, bottom, right, top = (round(side) for side in ax.bbox.extents)
+        assert not changed[bottom + 2:top - 2, left + 2:right - 2].any()  # within the frame
 
 
 def test_pdf(photo, tmp_path):
