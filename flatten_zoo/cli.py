@@ -1,7 +1,8 @@
 """The `flatten-zoo` command.
 
 A subcommand is one function below: its docstring is the help, it adds the arguments to its parser and returns what runs
-them. It is registered by its place in `COMMANDS`, and imports the module that does the work only when it runs.
+them. It is registered by its place in `COMMANDS`, and imports the module that does the work only when it runs. One
+that takes long sets an `announcement`, in which arguments stand by name, for `main` to print first.
 """
 import argparse
 import ast
@@ -21,8 +22,9 @@ def complexity(parser: argparse.ArgumentParser) -> Command:
     """Cost of models and of the attention operators: parameters, multiply-accumulates, activations, memory.
 
     Operators (ea, issa, nl) are compared at 256 channels on square maps, models on square images; one image at a time,
-    in float32. Peak memory is measured on the GPU if there is one, otherwise on the CPU.
+    in float32. Peak memory is measured in inference, on the GPU if there is one, otherwise on the CPU.
     """
+    parser.set_defaults(announcement='measuring')
     parser.add_argument('names', nargs='*', metavar='MODEL', help='model names, or the operators ea, issa and nl')
     parser.add_argument(
         '--img-size', nargs='+', type=int, metavar='N',
@@ -35,7 +37,6 @@ def complexity(parser: argparse.ArgumentParser) -> Command:
         help='print a table of the efficient attention paper, computed from the operators')
 
     def run(args: argparse.Namespace) -> None:
-        print('measuring …', file=sys.stderr)
         from . import comparison, tables
         from .paper_tables import PAPER_TABLES
         if bool(args.names) == bool(args.table):
@@ -49,6 +50,8 @@ def complexity(parser: argparse.ArgumentParser) -> Command:
             return
         comparisons = comparison.compare_all(args.names, args.img_size, args.plot, args.stages)
         print(as_table(*comparison.comparison_table(comparisons, exact=args.format == 'csv')))
+        if args.format == 'text' and any(c.closed_form for c in comparisons):
+            print(comparison.MEMORY_NOTE, file=sys.stderr)
         if args.plot:
             comparison.plot(comparisons, args.plot)
 
@@ -156,12 +159,13 @@ def visualize(parser: argparse.ArgumentParser) -> Command:
     points. Efficient attention: its global attention maps. Every model, and those without any of these: the feature
     pyramid.
     """
+    parser.set_defaults(announcement='drawing {image} with {model}')
     parser.add_argument('image', type=Path, metavar='IMAGE', help='the picture')
     parser.add_argument('--model', required=True, metavar='NAME', help='any model name of timm')
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument('--checkpoint', type=Path, metavar='FILE', help='load the weights of this file')
     weights.add_argument('--pretrained', action='store_true', help='load the released weights (default: none)')
-    parser.add_argument('--layer', metavar='NAME', help='attention layer (default: the last one)')
+    parser.add_argument('--layer', metavar='NAME', help='attention layer (default: the last one with something to see)')
     parser.add_argument('--head', type=int, default=0, metavar='N', help='head of the attention (default: 0)')
     parser.add_argument(
         '--query', nargs=2, type=float, action='append', metavar=('X', 'Y'),
@@ -174,7 +178,6 @@ def visualize(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument('--save-arrays', type=Path, metavar='FILE.npz', help='write the numbers too')
 
     def run(args: argparse.Namespace) -> None:
-        print(f'drawing {args.image} with {args.model} …', file=sys.stderr)
         from .visualize import DEFAULT_POINTS, render
         points = [tuple(point) for point in args.query] if args.query else DEFAULT_POINTS
         drawn = render(
@@ -191,6 +194,7 @@ def export(parser: argparse.ArgumentParser) -> Command:
     The file is read again and compared with the model. Beside it, a JSON file has what its user must know:
     normalisation, image size, classes or strides and channels, versions.
     """
+    parser.set_defaults(announcement='exporting {model} to {output}')
     parser.add_argument('model', metavar='MODEL', help='any model name of timm')
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument('--checkpoint', type=Path, metavar='FILE', help='load the weights of this file')
@@ -212,7 +216,6 @@ def export(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument('-o', '--output', type=Path, required=True, metavar='FILE', help='OUT.onnx or OUT.pt2')
 
     def run(args: argparse.Namespace) -> None:
-        print(f'exporting {args.model} to {args.output} …', file=sys.stderr)
         from .export import build, check_output, export
         check_output(args.output, args.format, args.force)
         model, weights = build(
@@ -268,5 +271,7 @@ def main(argv: list[str] | None = None) -> int:
         subparser = subparsers.add_parser(name, help=summary, description=command.__doc__)
         subparser.set_defaults(run=command(subparser))
     args = parser.parse_args(argv)
+    if 'announcement' in args:  # of what takes long, before the imports, which do too
+        print(args.announcement.format_map(vars(args)), '…', file=sys.stderr)
     importlib.import_module('.weights', __package__)  # registers the networks, which `flatten_zoo` left to this
     return report_usage_errors(lambda: args.run(args))
