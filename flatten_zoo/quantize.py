@@ -58,7 +58,6 @@ def quantize(source: Path, output: Path, images: Sequence[torch.Tensor]) -> None
         UsageError: onnxruntime can't quantise it.
     """
     from onnxruntime.quantization import CalibrationDataReader, quantize_static
-    from onnxruntime.quantization.shape_inference import quant_pre_process
 
     class Reader(CalibrationDataReader):
         def __init__(self):
@@ -70,10 +69,8 @@ def quantize(source: Path, output: Path, images: Sequence[torch.Tensor]) -> None
 
     logging.disable(logging.WARNING)  # that weights of one dimension have no channels, for example
     try:
-        # its symbolic inference does not know the axes of ReduceMax and ReduceL2 since opset 18
-        quant_pre_process(source, output, skip_symbolic_shape=True)
         quantize_static(
-            output, output, Reader(), op_types_to_quantize=WEIGHTED, per_channel=True, extra_options={
+            source, output, Reader(), op_types_to_quantize=WEIGHTED, per_channel=True, extra_options={
                 'ActivationSymmetric': True, 'MatMulConstBOnly': True, 'OpTypesToExcludeOutputQuantization': WEIGHTED})
     except Exception as e:  # weights of more than 2 GB, for example
         raise UsageError(f'--int8: {first_line(e)}') from e
