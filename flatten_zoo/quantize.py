@@ -46,8 +46,7 @@ def quantize(source: Path, output: Path, images: Sequence[torch.Tensor]) -> None
     """Write an ONNX file with convolutions and linear layers in 8-bit integers, as QuantizeLinear and DequantizeLinear.
 
     Their inputs have one symmetric scale each, as TensorRT asks for, their weights one for each output channel. All
-    else stays as it is: products of two activations, powers and normalisation in attention have ranges too wide for
-    eight bits.
+    else stays as it is: products of two activations, powers and norms in attention have ranges too wide for 8 bits.
 
     Args:
         source: File with weights in float32.
