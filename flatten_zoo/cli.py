@@ -7,6 +7,7 @@ that takes long sets an `announcement`, in which arguments stand by name, for `m
 import argparse
 import ast
 import importlib
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -210,20 +211,28 @@ def export(parser: argparse.ArgumentParser) -> Command:
         help='leave open how many images, or how large (default: one image of one size)')
     parser.add_argument('--half', action='store_true', help='weights, images and outputs in float16')
     parser.add_argument(
-        '--opset', type=int, choices=range(17, 24), default=21, metavar='N',
-        help='of --format onnx, 17 to 23; older runtimes need older ones (default: 21, for onnxruntime 1.20)')
+        '--opset', type=int, choices=range(17, 23), default=21, metavar='N',
+        help='of --format onnx, 17 to 22; older runtimes need older ones (default: 21, for onnxruntime 1.20)')
+    parser.add_argument(
+        '--int8', type=Path, metavar='FOLDER',
+        help='quantise --format onnx to 8 bits with the images of this folder, and say how far it agrees on others')
     parser.add_argument('--force', action='store_true', help='overwrite files that are there')
     parser.add_argument('-o', '--output', type=Path, required=True, metavar='FILE', help='OUT.onnx or OUT.pt2')
 
     def run(args: argparse.Namespace) -> None:
-        from .export import build, check_output, export
+        from .export import build, check_output, description_of, export
         check_output(args.output, args.format, args.force)
         model, weights = build(
             args.model, args.img_size, args.dynamic in ('size', 'both'), args.pretrained, args.checkpoint)
         difference = export(
             model, args.output, args.task, args.format, args.img_size, args.dynamic, args.half, args.force, weights,
-            args.opset)
+            args.opset, args.int8)
         print(f'{args.output}: differs from the model by {difference:.1e} of the largest output, at most')
+        if args.int8:
+            int8 = json.loads(description_of(args.output).read_text())['int8']
+            top1 = f'the same class for {int8["top1_agreement"]:.1%}, ' if 'top1_agreement' in int8 else ''
+            print(f'in 8 bits, on {int8["images"]} images that have not calibrated it: {top1}outputs differ by '
+                  f'{int8["largest_difference"]:.1e} of the largest, at most')
 
     return run
 
