@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import ImageMode
 from timm.data import AugMixDataset, FastCollateMixup, create_dataset, create_loader, resolve_data_config
 from timm.data.loader import PrefetchLoader, adapt_to_chs
 from torch.utils.data import DataLoader, Dataset
@@ -90,30 +91,34 @@ def open_dataset(
     root = args.data_dir
     check_source(args.dataset, root, split)
     if not args.dataset or args.dataset == 'torch/image_folder':
-        root = find_split(root, split, alone_is_fine)
+        option = '--train-split' if is_training else '--split' if alone_is_fine else '--val-split'
+        root = find_split(root, split, alone_is_fine, option)
+    mode = _image_mode(args.input_img_mode, channels)
     try:
         dataset = create_dataset(
             args.dataset, root=root, split=split, search_split=False, is_training=is_training,
             class_map=args.class_map, download=args.dataset_download, batch_size=batch_size, seed=args.seed,
             repeats=args.epoch_repeats if is_training else 0, num_samples=num_samples,
-            input_img_mode=args.input_img_mode or ('RGB' if channels == 3 else 'L'),
+            input_img_mode=mode,
             input_key=args.input_key, target_key=args.target_key, trust_remote_code=args.dataset_trust_remote_code)
     except Exception as e:
         name = f"{args.dataset} in '{root}'" if args.dataset else f"'{root}'"
-        raise UsageError(f'cannot read the data {name}: {first_line(e)}') from e
+        mapped = f" with --class-map '{args.class_map}'" if args.class_map else ''
+        raise UsageError(f'cannot read the data {name}{mapped}: {first_line(e)}') from e
     if isinstance(dataset, torch.utils.data.IterableDataset):
         return CheckedStream(dataset, args.dataset)
     check_columns(dataset, args.dataset)
     return CheckedImages(dataset)
 
 
-def find_split(root: str | None, split: str, alone_is_fine: bool) -> str:
+def find_split(root: str | None, split: str, alone_is_fine: bool, option: str) -> str:
     """The folder or tar file of a split: `root/SPLIT`, a synonym of it as timm has them, or `root/SPLIT.tar`.
 
     Args:
         root: Folder (or tar file) of the data.
         split: Name of the split.
         alone_is_fine: Whether `root` may itself be the split, if it holds no other.
+        option: What names the split, for messages.
     """
     if not root:
         raise UsageError('no data: give its folder with --data-dir, or a data set of another kind with --dataset')
@@ -135,7 +140,22 @@ def find_split(root: str | None, split: str, alone_is_fine: bool) -> str:
     others = [name for name in inside if any(name.removesuffix('.tar') in names for names in SPLIT_NAMES)]
     if alone_is_fine and not others:
         return root
-    raise UsageError(f"no split '{split}' in '{root}', which has {', '.join((others or inside)[:5])}")
+    raise UsageError(f"{option}: no split '{split}' in '{root}', which has {', '.join((others or inside)[:5])}")
+
+
+def _image_mode(mode: str | None, channels: int) -> str:
+    """The mode of PIL that images are converted to: the given one, or that of so many channels."""
+    mode = mode or {1: 'L', 3: 'RGB'}.get(channels)
+    if mode is None:
+        raise UsageError(
+            f'--in-chans {channels}: images have 1 or 3 channels; name a mode that has others with --input-img-mode')
+    try:
+        bands = len(ImageMode.getmode(mode).bands)
+    except KeyError as e:
+        raise UsageError(f"--input-img-mode '{mode}': PIL has no such mode; RGB, L, RGBA, CMYK, …") from e
+    if bands != channels:
+        raise UsageError(f'--input-img-mode {mode} has {bands} channels where the model takes {channels}: --in-chans')
+    return mode
 
 
 def class_index(dataset: Dataset) -> dict[str, int] | None:
