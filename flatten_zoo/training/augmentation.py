@@ -22,7 +22,7 @@ def check_policy(policy: str | None) -> None:
     try:
         create_transform(32, is_training=True, auto_augment=policy)
     except Exception as e:  # assertions, missing keys and numbers that are none
-        raise UsageError(f"--aa '{policy}': no policy of timm's ({first_line(e) or type(e).__name__}); {_POLICIES}") from e
+        raise UsageError(f"--aa '{policy}': no policy of timm's ({first_line(e)}); {_POLICIES}") from e
     if ignored:
         raise UsageError(f"--aa '{policy}': '{ignored[0]}' has no number; {_POLICIES}")
 

@@ -14,7 +14,7 @@ from flatten_zoo.errors import UsageError, unknown_name
 from flatten_zoo.files import write_beside
 from flatten_zoo.models.recorded import check_plain, shown
 
-__all__ = ['KeyValues', 'Number', 'OptionParser', 'read_options_file', 'write_options_file']
+__all__ = ['KeyValues', 'Number', 'OptionParser', 'as_given', 'flag', 'read_options_file', 'write_options_file']
 
 
 class KeyValues(ParseKwargs):
@@ -138,6 +138,17 @@ class OptionParser(argparse.ArgumentParser):
             except _Mismatch as e:
                 raise UsageError(f'{source}: {key} expects {e}, not {shown(value)}') from None
         return checked
+
+
+def flag(name: str) -> str:
+    """The option of a destination name."""
+    return '--' + name.replace('_', '-')
+
+
+def as_given(options: argparse.Namespace, *names: str) -> str:
+    """The options of these names that have a value, for messages: ' --opt sgd --momentum 0.9'."""
+    values = {name: getattr(options, name, None) for name in names}
+    return ''.join(f' {flag(name)} {value}' for name, value in values.items() if value not in (None, {}))
 
 
 class _Mismatch(Exception):

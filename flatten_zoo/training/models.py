@@ -14,6 +14,7 @@ from flatten_zoo.errors import UsageError, first_line
 from flatten_zoo.models.build import check_model_name
 from flatten_zoo.models.recorded import check_size
 
+from .config import as_given
 from .logs import log
 
 __all__ = [
@@ -89,9 +90,7 @@ def build_model(args: argparse.Namespace, pretrained: bool, **kwargs: Any) -> nn
             **kwargs, **args.model_kwargs)
         return create_model(pretrained=pretrained, **arguments)
     except Exception as e:
-        shaped = {name: value for name, value in vars(args).items() if name in _SHAPING and value not in (None, {})}
-        shaped = ''.join(f', --{name.replace("_", "-")} {value}' for name, value in shaped.items())
-        raise UsageError(f"cannot build the model '{args.model}'{shaped}: {first_line(e)}") from e
+        raise UsageError(f"cannot build the model '{args.model}'{as_given(args, *_SHAPING)}: {first_line(e)}") from e
 
 
 def check_batch_norm(model: nn.Module, input_size: tuple[int, int, int]) -> None:

@@ -13,7 +13,7 @@ from flatten_zoo.errors import UsageError, unknown_name
 from flatten_zoo.models.recorded import check_arguments, check_model, check_settings, shown
 
 from .augmentation import check_policy
-from .config import KeyValues, Number, OptionParser, read_options_file
+from .config import KeyValues, Number, OptionParser, flag, read_options_file
 from .numerics import check_compilation
 from .views import MOST_VIEWS
 
@@ -503,18 +503,18 @@ def _check_pair(args: argparse.Namespace, *names: str) -> None:
     for name in names:
         value = getattr(args, name)
         if value is not None and (len(value) != 2 or value[0] > value[1]):
-            raise UsageError(f'{_flag(name)} {value}: must be two numbers, the smaller one first')
+            raise UsageError(f'{flag(name)} {value}: must be two numbers, the smaller one first')
 
 
 def _check_input(args: argparse.Namespace) -> None:
     channels = args.input_size[0] if args.input_size else args.in_chans or 3
     for name in ('input_key', 'target_key'):
         if getattr(args, name) and args.dataset.partition('/')[0] in ('', 'torch'):
-            raise UsageError(f'{_flag(name)} {getattr(args, name)}: only the records of a --dataset have keys')
+            raise UsageError(f'{flag(name)} {getattr(args, name)}: only the records of a --dataset have keys')
     for name in ('mean', 'std'):
         value = getattr(args, name)
         if value is not None and len(value) not in (1, channels):
-            raise UsageError(f'{_flag(name)} {value}: must be one value, or one for each of {channels} channels')
+            raise UsageError(f'{flag(name)} {value}: must be one value, or one for each of {channels} channels')
 
 
 def _check_schedule(args: argparse.Namespace) -> None:
@@ -533,7 +533,7 @@ def _check_sizes(args: argparse.Namespace) -> None:
     dependent = ('train_batch_sizes', 'train_size_probs', 'train_batches_per_epoch')
     for name in dependent if not sizes else ():
         if getattr(args, name) is not None:
-            raise UsageError(f'{_flag(name)} needs --train-img-sizes')
+            raise UsageError(f'{flag(name)} needs --train-img-sizes')
     if args.variable_batch_loss_scale != 'none' and not args.train_batch_sizes:
         raise UsageError('--variable-batch-loss-scale needs --train-batch-sizes: all batches have one size without')
     if not sizes:
@@ -541,7 +541,7 @@ def _check_sizes(args: argparse.Namespace) -> None:
     for name in dependent[:2]:
         value = getattr(args, name)
         if value is not None and len(value) != len(sizes):
-            raise UsageError(f'{_flag(name)} {value}: must be one value for each of {len(sizes)} --train-img-sizes')
+            raise UsageError(f'{flag(name)} {value}: must be one value for each of {len(sizes)} --train-img-sizes')
     if args.train_size_probs and not sum(args.train_size_probs):
         raise UsageError('--train-size-probs: one of them must be positive')
     if args.train_size_schedule == 'progressive' and len(sizes) < 2:
@@ -568,7 +568,3 @@ def _check_numerics(args: argparse.Namespace) -> None:
     if args.amp and args.model_dtype not in (None, 'float32'):
         raise UsageError(f'--amp keeps the weights in float32: leave out --model-dtype {args.model_dtype}, or --amp')
     check_compilation(args)
-
-
-def _flag(name: str) -> str:
-    return '--' + name.replace('_', '-')

@@ -346,7 +346,7 @@ def claim(folder: Path, resumed: Path | None = None) -> TextIO:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / '.lock').open('w')
     except OSError as e:
-        raise UsageError(f"--output: cannot make the folder '{folder}': {e.strerror}") from e
+        raise UsageError(f"--output: cannot make the output folder '{folder}': {e.strerror}") from e
     try:
         if fcntl:  # unlike flock, lockf is not inherited by the loader's processes, which may outlive this one
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
