@@ -151,8 +151,6 @@ def build_training_model(args: argparse.Namespace) -> nn.Module:
         raise UsageError(
             f"--train-img-sizes: '{args.model}' takes images of one size; "
             f'--model-kwargs dynamic_img_size=True lets it take others, where it knows that argument')
-    if args.pretrained_path and not Path(args.pretrained_path).is_file():
-        raise UsageError(f"--pretrained-path '{args.pretrained_path}': there is no such file")
     overlay = {'file': args.pretrained_path, 'num_classes': -1} if args.pretrained_path else None
     model = build_model(
         args,

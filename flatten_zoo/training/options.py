@@ -458,6 +458,7 @@ def check_train_options(args: argparse.Namespace) -> None:
         UsageError: The option, its value and what would be right.
     """
     _check_pair(args, 'scale', 'ratio', 'cutmix_minmax')
+    _check_files(args, 'pretrained_path', 'initial_checkpoint')
     _check_input(args)
     check_policy(args.aa)
     _check_schedule(args)
@@ -491,12 +492,20 @@ def check_validate_options(args: argparse.Namespace) -> None:
     Raises:
         UsageError: The option, its value and what would be right.
     """
+    _check_files(args, 'checkpoint')
     _check_input(args)
     _check_numerics(args)
     if args.tta and args.tf_preprocessing:
         raise UsageError(f'--tta {args.tta} does not go with --tf-preprocessing')
     if args.num_gpu > 1 and args.torchcompile:
         raise UsageError(f'--num-gpu {args.num_gpu} does not go with --torchcompile')
+
+
+def _check_files(args: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        value = getattr(args, name)
+        if value and not Path(value).is_file():
+            raise UsageError(f"{flag(name)} '{value}': there is no such file")
 
 
 def _check_pair(args: argparse.Namespace, *names: str) -> None:
