@@ -18,13 +18,17 @@ def check_policy(policy: str | None) -> None:
     if not policy:
         return
     name, *sections = policy.split('-')
-    ignored = [text for text in sections if not re.search(r'\d', text) and not (name == 'rand' and text[:1] == 't')]
     try:
         create_transform(32, is_training=True, auto_augment=policy)
     except Exception as e:  # assertions, missing keys and numbers that are none
         raise UsageError(f"--aa '{policy}': no policy of timm's ({first_line(e)}); {_POLICIES}") from e
-    if ignored:
-        raise UsageError(f"--aa '{policy}': '{ignored[0]}' has no number; {_POLICIES}")
+    for section in sections:
+        if name == 'rand' and section.startswith('t'):  # a set of transforms
+            passed_over = auto_augment.rand_augment_choices(section[1:]) is auto_augment.rand_augment_choices('')
+        else:
+            passed_over = not re.search(r'\d', section)
+        if passed_over:
+            raise UsageError(f"--aa '{policy}': timm passes over '{section}'; {_POLICIES}")
 
 
 _POLICIES = "such as 'rand-m9-mstd0.5-inc1', 'augmix-m5-w4-d2' or 'original-mstd0.5'"

@@ -109,7 +109,11 @@ class OptionParser(argparse.ArgumentParser):
         early = OptionParser(add_help=False)
         config = early.parse_known_args(args)[0].config
         if config:
-            self.set_defaults(**self.check(read_options_file(config), source=config))
+            try:
+                values = read_options_file(config)
+            except UsageError as e:
+                raise UsageError(f'--config: {e}') from e
+            self.set_defaults(**self.check(values, source=config))
         options = self.parse_args(args)
         del options.config
         return options

@@ -102,7 +102,7 @@ def open_dataset(
             input_img_mode=mode,
             input_key=args.input_key, target_key=args.target_key, trust_remote_code=args.dataset_trust_remote_code)
     except Exception as e:
-        name = f"{args.dataset} in '{root}'" if args.dataset else f"'{root}'"
+        name = f"--dataset {args.dataset} in '{root}'" if args.dataset else f"'{root}'"
         mapped = f" with --class-map '{args.class_map}'" if args.class_map else ''
         raise UsageError(f'cannot read the data {name}{mapped}: {first_line(e)}') from e
     if isinstance(dataset, torch.utils.data.IterableDataset):
@@ -148,7 +148,8 @@ def _image_mode(mode: str | None, channels: int) -> str:
     mode = mode or {1: 'L', 3: 'RGB'}.get(channels)
     if mode is None:
         raise UsageError(
-            f'--in-chans {channels}: images have 1 or 3 channels; name a mode that has others with --input-img-mode')
+            f'--in-chans or --input-size of {channels} channels: images have 1 or 3; --input-img-mode names a mode of '
+            f'others, such as RGBA')
     try:
         bands = len(ImageMode.getmode(mode).bands)
     except KeyError as e:
