@@ -399,8 +399,10 @@ def test_refusal_leaves_no_output(tmp_path, capsys, images):
 
 def test_devices(capsys, images):
     assert "--device 'gpu'" in refused(capsys, images, '--device', 'gpu')
-    if not torch.cuda.is_available():
-        refused(capsys, images, '--num-classes', 4, '--device', 'cuda')
+    if not torch.accelerator.is_available():
+        for device in ('cuda:0', 'mps'):
+            assert f"--device '{device}': this machine has none" in refused(capsys, images, '--device', device)
+        assert 'the data has 3 classes' in refused(capsys, images, '--num-classes', 4, '--device', 'cuda')
 
 
 def test_command_reports_a_mistake_on_one_line():

@@ -269,7 +269,7 @@ def base(tmp_path_factory):
     }
 
 
-@pytest.mark.parametrize('script, action', options_with_values())
+@pytest.mark.parametrize('script, action', list(options_with_values()))
 def test_wrong_values_are_refused_by_name(script, action, base, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     main = {'train': train.main, 'validate': validate.main}[script]
