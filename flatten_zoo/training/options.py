@@ -458,7 +458,7 @@ def check_train_options(args: argparse.Namespace) -> None:
         UsageError: The option, its value and what would be right.
     """
     _check_pair(args, 'scale', 'ratio', 'cutmix_minmax')
-    _check_files(args, 'pretrained_path', 'initial_checkpoint')
+    _check_files(args, 'pretrained_path', *(() if args.resume else ('initial_checkpoint',)))
     _check_input(args)
     check_policy(args.aa)
     _check_schedule(args)
