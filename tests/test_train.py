@@ -378,8 +378,6 @@ def test_checkpoints_that_do_not_fit(tmp_path, capsys, images):
     half = tmp_path / 'half.pth.tar'
     half.write_bytes(whole.read_bytes()[:100_000])
     assert f"'{half}' is incomplete" in refused(capsys, images, '--initial-checkpoint', half)
-    assert 'there is no file' in refused(capsys, images, '--initial-checkpoint', tmp_path / 'none')
-    assert "--pretrained-path 'none': there is no such file" in refused(capsys, images, '--pretrained-path', 'none')
 
 
 def test_earlier_runs_are_not_overwritten(tmp_path, capsys, images):
@@ -399,8 +397,10 @@ def test_refusal_leaves_no_output(tmp_path, capsys, images):
 
 def test_devices(capsys, images):
     assert "--device 'gpu'" in refused(capsys, images, '--device', 'gpu')
-    if not torch.cuda.is_available():
-        refused(capsys, images, '--num-classes', 4, '--device', 'cuda')
+    if not torch.accelerator.is_available():
+        for device in ('cuda:0', 'mps'):
+            assert f"--device '{device}': this machine has none" in refused(capsys, images, '--device', device)
+        assert 'the data has 3 classes' in refused(capsys, images, '--num-classes', 4, '--device', 'cuda')
 
 
 def test_command_reports_a_mistake_on_one_line():

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import ImageMode
 from timm.data import AugMixDataset, FastCollateMixup, create_dataset, create_loader, resolve_data_config
 from timm.data.loader import PrefetchLoader, adapt_to_chs
 from torch.utils.data import DataLoader, Dataset
@@ -95,8 +96,9 @@ def open_dataset(
     kind = args.dataset.lower()
     check_source(args.dataset, root, split)
     if is_folder := not kind or kind in ('torch/image_folder', 'torch/folder'):
-        root = find_split(root, split, alone_is_fine)
-    mode = args.input_img_mode or ('RGB' if channels == 3 else 'L')
+        option = '--train-split' if is_training else '--split' if alone_is_fine else '--val-split'
+        root = find_split(root, split, alone_is_fine, option)
+    mode = _image_mode(args.input_img_mode, channels)
     try:
         if is_folder:
             dataset = open_folder(kind, root, args.class_map, args.input_key)
@@ -111,21 +113,23 @@ def open_dataset(
     except UsageError:
         raise
     except Exception as e:
-        name = f"{args.dataset} in '{root}'" if args.dataset else f"'{root}'"
-        raise UsageError(f'cannot read the data {name}: {first_line(e)}') from e
+        name = f"--dataset {args.dataset} in '{root}'" if args.dataset else f"'{root}'"
+        mapped = f" with --class-map '{args.class_map}'" if args.class_map else ''
+        raise UsageError(f'cannot read the data {name}{mapped}: {first_line(e)}') from e
     if isinstance(dataset, torch.utils.data.IterableDataset):
         return CheckedStream(dataset, args.dataset, mode)
     check_columns(dataset, args.dataset)
     return CheckedImages(dataset, mode)
 
 
-def find_split(root: str | None, split: str, alone_is_fine: bool) -> str:
+def find_split(root: str | None, split: str, alone_is_fine: bool, option: str) -> str:
     """The folder or tar file of a split: `root/SPLIT`, a synonym of it as timm has them, or `root/SPLIT.tar`.
 
     Args:
         root: Folder (or tar file) of the data.
         split: Name of the split.
         alone_is_fine: Whether `root` may itself be the split, if it holds no other.
+        option: What names the split, for messages.
     """
     if not root:
         raise UsageError('no data: give its folder with --data-dir, or a data set of another kind with --dataset')
@@ -147,7 +151,23 @@ def find_split(root: str | None, split: str, alone_is_fine: bool) -> str:
     others = [name for name in inside if any(name.removesuffix('.tar') in names for names in SPLIT_NAMES)]
     if alone_is_fine and not others:
         return root
-    raise UsageError(f"no split '{split}' in '{root}', which has {', '.join((others or inside)[:5])}")
+    raise UsageError(f"{option}: no split '{split}' in '{root}', which has {', '.join((others or inside)[:5])}")
+
+
+def _image_mode(mode: str | None, channels: int) -> str:
+    """The mode of PIL that images are converted to: the given one, or that of so many channels."""
+    mode = mode or {1: 'L', 3: 'RGB'}.get(channels)
+    if mode is None:
+        raise UsageError(
+            f'--in-chans or --input-size of {channels} channels: images have 1 or 3; --input-img-mode names a mode of '
+            f'others, such as RGBA')
+    try:
+        bands = len(ImageMode.getmode(mode).bands)
+    except KeyError as e:
+        raise UsageError(f"--input-img-mode '{mode}': PIL has no such mode; RGB, L, RGBA, CMYK, …") from e
+    if bands != channels:
+        raise UsageError(f'--input-img-mode {mode} has {bands} channels where the model takes {channels}: --in-chans')
+    return mode
 
 
 def class_index(dataset: Dataset) -> dict[str, int] | None:
