@@ -22,6 +22,7 @@ from timm.scheduler import CosineLRScheduler
 
 from flatten_zoo.errors import report_usage_errors
 from flatten_zoo.training import checkpoints
+from flatten_zoo.training.report import draw_curves
 from flatten_zoo.training.train import main
 
 from .tiny_images import write_images, write_tars
@@ -89,6 +90,20 @@ def test_command_writes_everything_and_learns(tmp_path, images):
     assert '\r' not in log
     assert f"at epoch {best['epoch']}" in log
     assert str(folder) in log
+
+
+@pytest.mark.parametrize('epochs', [1, 2, 3, 30])
+def test_curves_have_whole_epochs(epochs, tmp_path, monkeypatch):
+    summary = tmp_path / 'summary.csv'
+    summary.write_text('epoch,train_loss\n' + ''.join(f'{epoch},1.0\n' for epoch in range(epochs)))
+
+    def check(figure, path, **kwargs):
+        path.touch()
+        ticks = figure.axes[0].get_xticks()
+        assert len(ticks) and all(tick == int(tick) for tick in ticks)
+
+    monkeypatch.setattr('matplotlib.figure.Figure.savefig', check)
+    draw_curves(summary, tmp_path / 'curves.png')
 
 
 def test_next_command_works_and_repeats_the_best_figure(tmp_path, images):

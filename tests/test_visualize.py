@@ -318,7 +318,8 @@ def test_figure_says_what_it_shows(layer, words):
 
 def test_marks_hide_nothing_of_the_maps():
     maps = visualize.read_attention(
-        create_small('flatten_swin_t', img_size=224), image(224, 224, dtype=torch.float32), 'layers.0.blocks.0.attn')
+        create_small('flatten_swin_t', img_size=224), image(224, 224, dtype=torch.float32), 'layers.0.blocks.0.attn',
+        [(0.3, 0.6)])
     figure = visualize.draw(maps, torch.rand(224, 224, 3), 'a model')
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
