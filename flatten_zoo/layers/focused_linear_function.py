@@ -161,7 +161,8 @@ class _Attention(torch.autograd.Function):
         if grad is None:
             return (None,) * 8
         p, num_heads = ctx.p, ctx.num_heads
-        inputs, saved = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
+        saved = ctx.saved_tensors  # once: gradient checkpointing gives them only once
+        inputs, saved = saved[:6], saved[6:]
         with torch.autocast(grad.device.type, enabled=False):
             if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
                 grads = _differentiated(grad, inputs, ctx.needs_input_grad, p, num_heads)
