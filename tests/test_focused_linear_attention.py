@@ -1,5 +1,6 @@
 """FocusedLinearAttention against its equation written out, at the edges, and under torch's transformations."""
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -75,6 +76,94 @@ def test_gradients():
         return torch.func.functional_call(attn, dict(zip(names, values, strict=True)), (x,))
 
     assert torch.autograd.gradcheck(forward, (x, *parameters))
+
+
+def test_gradients_of_gradients():
+    attn = make_attention(dim=4, num_heads=2, grid_size=(2, 2), kernel_size=3)
+    x = torch.randn(1, 2, 2, 4, dtype=torch.float64, requires_grad=True)
+    names, parameters = zip(*attn.named_parameters(), strict=True)
+
+    def forward(x, *values):
+        return torch.func.functional_call(attn, dict(zip(names, values, strict=True)), (x,))
+
+    assert torch.autograd.gradgradcheck(forward, (x, *parameters))
+
+
+@pytest.mark.parametrize('kwargs', [
+    dict(), dict(num_heads=8), dict(focusing_factor=1), dict(focusing_factor=8, kernel_size=3), dict(grid_size=(1, 1)),
+], ids=str)
+def test_eager_form_equals_the_plain_one(kwargs):
+    """The backward pass by hand against that of autograd, whichever parameters are frozen."""
+    attn = make_attention(**kwargs)
+    x = torch.randn(2, *attn.grid_size, 32, dtype=torch.float64, requires_grad=True)
+    gradient = torch.randn_like(x)
+    everything = dict(attn.named_parameters()) | {'x': x}
+    for frozen in [(), ('x', 'qkv.weight', 'qkv.bias'), ('scale',), ('dwc.weight',), ('dwc.bias', 'scale')]:
+        wanted = [tensor.requires_grad_(name not in frozen) for name, tensor in everything.items()]
+        wanted = [tensor for tensor in wanted if tensor.requires_grad]
+        y = attn(x)
+        gradients = torch.autograd.grad(y, wanted, gradient)
+        with mock.patch.object(torch.compiler, 'is_compiling', return_value=True):  # takes the plain form
+            plain = attn(x)
+        assert not any('_Attention' in type(node).__name__ for node in nodes(plain.grad_fn))
+        assert any('_Attention' in type(node).__name__ for node in nodes(y.grad_fn))
+        torch.testing.assert_close(y, plain, rtol=1e-12, atol=1e-14)
+        expected = torch.autograd.grad(plain, wanted, gradient)
+        torch.testing.assert_close(gradients, expected, rtol=1e-9, atol=1e-12)
+        with torch.no_grad():
+            torch.testing.assert_close(attn(x), y, rtol=0, atol=0)
+
+
+def nodes(node, seen=None):
+    """All nodes of an autograd graph."""
+    seen = set() if seen is None else seen
+    if node is not None and node not in seen:
+        seen.add(node)
+        for next_node, _ in node.next_functions:
+            nodes(next_node, seen)
+    return seen
+
+
+@pytest.mark.parametrize('reentrant', [False, True])
+def test_gradient_checkpointing(reentrant):
+    attn = make_attention()
+    x = torch.randn(2, 6, 5, 32, dtype=torch.float64, requires_grad=True)
+    expected = torch.autograd.grad(attn(x).square().sum(), [x, *attn.parameters()])
+    y = torch.utils.checkpoint.checkpoint(attn, x, use_reentrant=reentrant)
+    y.square().sum().backward()
+    torch.testing.assert_close([x.grad, *(p.grad for p in attn.parameters())], list(expected))
+
+
+def test_function_transforms():
+    attn = make_attention(grid_size=(2, 3))
+    x, direction = torch.randn(2, 3, 1, 2, 3, 32, dtype=torch.float64)
+    expected = torch.autograd.functional.jacobian(attn, x[0], vectorize=False)
+    tangent = (expected * direction[0]).sum(dim=(-4, -3, -2, -1))
+    torch.testing.assert_close(torch.func.jvp(attn, (x[0],), (direction[0],))[1], tangent)
+    with torch.autograd.forward_ad.dual_level():
+        y = attn(torch.autograd.forward_ad.make_dual(x[0], direction[0]))
+        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(y).tangent, tangent)
+    torch.testing.assert_close(torch.vmap(attn)(x), torch.stack([attn(image) for image in x]))
+    gradient = torch.func.vmap(torch.func.grad(lambda image: attn(image).square().sum()))(x)
+    single = x[1].clone().requires_grad_()
+    attn(single).square().sum().backward()
+    torch.testing.assert_close(gradient[1], single.grad)
+
+
+def test_memory_kept_for_the_backward_pass():
+    """The input, q, k, v and the output of the attention, and small change; autograd keeps three times as much."""
+    attn = make_attention(dim=64, num_heads=2, grid_size=28, dtype=torch.float32)
+    x = torch.randn(2, 28, 28, 64)
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = attn(x)
+    parameters = sum(p.nbytes for p in attn.parameters()) + attn.positional_encoding.nbytes
+    assert sum(kept.values()) - parameters < 1.15 * 5 * x.nbytes, y.shape
 
 
 def test_depthwise_term_makes_the_attention_full_rank():

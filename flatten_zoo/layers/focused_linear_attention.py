@@ -7,22 +7,17 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
-from timm.layers import register_notrace_function, resample_abs_pos_embed_nhwc, to_2tuple
+from timm.layers import resample_abs_pos_embed_nhwc, to_2tuple
 from timm.layers.trace_utils import _assert
 from torch import nn
 
 from .attention_rows import convolution_rows, select_queries
+from .focused_linear_function import depthwise_and_focused_attention, focus, inverse_softplus
 
 __all__ = ['FocusedLinearAttention', 'FocusedLinearCore', 'focused_feature_map']
 
 torch.fx.wrap('resample_abs_pos_embed_nhwc')  # branches on sizes
-
-
-@torch.fx.wrap
-@register_notrace_function  # reason: branches on the dtype
-def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
-    return x.float() if x.dtype == torch.float16 or x.dtype == torch.bfloat16 else x
+torch.fx.wrap('depthwise_and_focused_attention')  # looks at what transforms it
 
 
 def focused_feature_map(x: torch.Tensor, scale: torch.Tensor, focusing_factor: float) -> torch.Tensor:
@@ -39,10 +34,8 @@ def focused_feature_map(x: torch.Tensor, scale: torch.Tensor, focusing_factor: f
     Returns:
         Positive features of x's shape, in float32 if x is of lower precision.
     """
-    x = (F.relu(_at_least_float32(x)) + 1e-6) / F.softplus(_at_least_float32(scale))
-    # f(cx) = c f(x), so xᵖ may be taken of x over its maximum, where it neither overflows nor vanishes as a whole
-    focused = (x / x.detach().amax(dim=-1, keepdim=True)) ** focusing_factor
-    return focused * (x.norm(2, dim=-1, keepdim=True) / focused.norm(2, dim=-1, keepdim=True))
+    w, r = focus(x, inverse_softplus(scale), focusing_factor)
+    return w * r
 
 
 class FocusedLinearCore(nn.Module):
@@ -126,35 +119,18 @@ class FocusedLinearCore(nn.Module):
         _assert(width == self.grid_size[1], f'Grid width ({width}) is not {self.grid_size[1]}; {way_out}.')
         return self.positional_encoding
 
-    def _depthwise_conv(self, v: torch.Tensor) -> torch.Tensor:
-        # one channels-last convolution with the shared kernels laid out once per head, so that v stays as it is
-        weight = self.dwc.weight.repeat(self.num_heads, 1, 1, 1)
+    def _depthwise_kernels(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Kernels and biases of the convolution of v as a whole: the shared ones laid out once per head."""
         bias = self.dwc.bias
-        if bias is not None:  # always true, but TorchScript needs to see it
-            bias = bias.repeat(self.num_heads)
-        v = v.permute(0, 3, 1, 2)
-        return F.conv2d(v, weight, bias, padding=self.dwc.padding, groups=weight.shape[0]).permute(0, 2, 3, 1)
+        assert bias is not None  # for TorchScript
+        return self.dwc.weight.repeat(self.num_heads, 1, 1, 1), bias.repeat(self.num_heads)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Output O (B, H, W, num_heads · head_dim) for queries, keys and values of that shape."""
-        B, H, W, C = q.shape
-        q = focused_feature_map(q, self.scale, self.focusing_factor)
-        k = focused_feature_map(k + self._positional_encoding(H, W), self.scale, self.focusing_factor)
-        dwc = self._depthwise_conv(v)
-
-        N = H * W
-        q = q.reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
-        k = k.reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
-        v = v.reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
-        # The equation, arranged as two weighted means so that every factor fits half precision: each channel of k
-        # averages v over the positions, and each q averages the channels. 1 / N goes half to k and half to v.
-        k_mean = k.mean(dim=-2, keepdim=True)
-        q = q * k_mean
-        q = q / (q.sum(dim=-1, keepdim=True) + 1e-6)
-        k = k / (k_mean.clamp(min=1e-30) * N ** 0.5)
-        context = k.to(v.dtype).transpose(-2, -1) @ (v * N ** -0.5)
-        out = q.to(v.dtype) @ context
-        return out.transpose(1, 2).reshape(B, H, W, C) + dwc
+        k = k + self._positional_encoding(q.shape[1], q.shape[2])
+        weight, bias = self._depthwise_kernels()
+        return depthwise_and_focused_attention(
+            q, k, v, inverse_softplus(self.scale), weight, bias, self.focusing_factor, self.num_heads)
 
     def attention_matrix(
             self,

@@ -1,0 +1,278 @@
+"""Focused linear attention of given queries, keys and values as one function, with a hand-written backward pass.
+
+It is bound by memory traffic, not by arithmetic. So the norms of the queries stay scalars per token instead of touching
+whole maps, and what the backward pass needs beyond q, k and v is recomputed from a few numbers per token and head.
+`plain_attention` is the same function in differentiable operations, for whatever transforms or records them.
+"""
+import torch
+import torch.nn.functional as F
+from timm.layers import is_exporting, register_notrace_function
+from torch.autograd import forward_ad
+
+__all__ = ['depthwise_and_focused_attention', 'focus', 'inverse_softplus']
+
+
+@torch.fx.wrap
+@register_notrace_function  # reason: branches on the dtype
+def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.dtype == torch.float16 or x.dtype == torch.bfloat16 else x
+
+
+def inverse_softplus(scale: torch.Tensor) -> torch.Tensor:
+    """1 / softplus(scale), at least in float32."""
+    return F.softplus(_at_least_float32(scale)).reciprocal()
+
+
+def _range(u: torch.Tensor, norm: torch.Tensor, p: float) -> torch.Tensor:
+    """A size of each token, such that powers of u over it, and their squares, neither overflow nor all vanish."""
+    # Channels over the norm lie between C^-½ and 1 for the largest: C^¼ times that is centred, as long as p is small.
+    return u.amax(dim=-1, keepdim=True) if p > 8 else norm * u.shape[-1] ** -0.25
+
+
+def focus(x: torch.Tensor, inverse_scale: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Direction w (..., C) and factor r (..., 1) of the focused function: f(x) = r · w, at least in float32."""
+    u = (F.relu(_at_least_float32(x)) + 1e-6) * inverse_scale
+    norm = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
+    # f does not depend on the range, so it is a constant to the gradient
+    w = (u * _range(u, norm, p).detach().reciprocal()) ** p
+    return w, norm * torch.linalg.vector_norm(w, dim=-1, keepdim=True).reciprocal()
+
+
+def _by_head(x: torch.Tensor) -> bool:
+    # On the CPU one product per head reads strided views where one for all would first copy them into heads. Elsewhere
+    # launches cost more than copies, and an exported graph is to be small.
+    return x.device.type == 'cpu' and not is_exporting()
+
+
+def _outer(k: torch.Tensor, v: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """kᵀ v of every head, (B, heads, d, d'), for k (B, N, heads · d) and v (B, N, heads · d')."""
+    if not torch.jit.is_scripting() and _by_head(k):
+        pairs = zip(k.chunk(num_heads, dim=-1), v.chunk(num_heads, dim=-1), strict=True)
+        return torch.stack([torch.bmm(k_head.transpose(1, 2), v_head) for k_head, v_head in pairs], dim=1)
+    k = k.unflatten(-1, [num_heads, -1]).permute(0, 2, 3, 1)
+    return k @ v.unflatten(-1, [num_heads, -1]).transpose(1, 2)
+
+
+def _apply(q: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+    """q times the context of its head, (B, N, heads · d'), for q (B, N, heads · d) and context (B, heads, d, d')."""
+    num_heads = context.shape[1]
+    if not torch.jit.is_scripting() and _by_head(q):
+        pairs = zip(q.chunk(num_heads, dim=-1), context.unbind(1), strict=True)
+        return torch.cat([torch.bmm(q_head, context_head) for q_head, context_head in pairs], dim=-1)
+    return (q.unflatten(-1, [num_heads, -1]).transpose(1, 2) @ context).transpose(1, 2).flatten(2)
+
+
+def _add_applied(out: torch.Tensor, q: torch.Tensor, context: torch.Tensor) -> None:
+    """out += `_apply(q, context)`."""
+    if _by_head(q):
+        num_heads = context.shape[1]
+        for out_head, q_head, context_head in zip(
+                out.chunk(num_heads, dim=-1), q.chunk(num_heads, dim=-1), context.unbind(1), strict=True):
+            torch.baddbmm(out_head, q_head, context_head, out=out_head)
+    else:
+        out += _apply(q, context)
+
+
+def _depthwise_conv(v: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    padding = weight.shape[-1] // 2
+    v = v.permute(0, 3, 1, 2)
+    out = F.conv2d(v, weight.to(v.dtype), bias.to(v.dtype), padding=[padding, padding], groups=weight.shape[0])
+    return out.permute(0, 2, 3, 1)
+
+
+def plain_attention(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        inverse_scale: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        p: float,
+        num_heads: int,
+) -> torch.Tensor:
+    """`depthwise_and_focused_attention` in differentiable operations."""
+    B, H, W, C = q.shape
+    N = H * W
+    depthwise = _depthwise_conv(v, weight, bias)
+    v = v.reshape(B, N, C)
+    q, r_q = focus(q.reshape(B, N, C), inverse_scale, p)
+    k, r_k = focus(k.reshape(B, N, C), inverse_scale, p)
+    k = k * r_k
+    k_mean = k.mean(dim=1, keepdim=True)
+    normalizer = (q * k_mean).unflatten(-1, [num_heads, -1]).sum(dim=-1, keepdim=True)
+    normalizer = normalizer + (1e-6 * r_q.reciprocal()).unsqueeze(-1)
+    q = (q.unflatten(-1, [num_heads, -1]) * normalizer.reciprocal()).flatten(2)
+    if v.dtype == torch.float16:
+        # Two weighted means, so that every factor fits half precision: each channel of k averages v over the positions,
+        # and each q averages the channels. 1 / N goes half to k and half to v. The result does not depend on `typical`.
+        typical = k_mean.detach().clamp(min=1e-30)
+        q = q * typical
+        context = _outer((k / (typical * N ** 0.5)).to(v.dtype), v * N ** -0.5, num_heads)
+    else:
+        context = _outer(k.to(v.dtype), v, num_heads) * (1 / N)
+    return _apply(q.to(v.dtype), context).reshape(B, H, W, C) + depthwise
+
+
+def _focus_in_place(u: torch.Tensor, inverse_scale: torch.Tensor, p: float) -> tuple[torch.Tensor, ...]:
+    """Turn relu(x) into the direction w of `focus`; returns range and norm of u, and the factor r."""
+    torch.addcmul(1e-6 * inverse_scale, u, inverse_scale, out=u)
+    norm = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
+    size = _range(u, norm, p)
+    u.mul_(size.reciprocal()).pow_(p)
+    return size, norm, norm / torch.linalg.vector_norm(u, dim=-1, keepdim=True)
+
+
+def _attention_in_place(q, k, v, inverse_scale, weight, bias, p, num_heads) -> tuple[torch.Tensor, ...]:
+    """`plain_attention` on two buffers, and what its backward pass needs: numbers per token and per head."""
+    with torch.autocast(q.device.type, enabled=False):
+        B, H, W, C = q.shape
+        N = H * W
+        out = _depthwise_conv(v, weight, bias).reshape(B, N, C)
+        v = v.reshape(B, N, C)
+        q = _at_least_float32(q.reshape(B, N, C).relu())
+        k = _at_least_float32(k.reshape(B, N, C).relu())
+        size_q, norm_q, r_q = _focus_in_place(q, inverse_scale, p)
+        size_k, norm_k, r_k = _focus_in_place(k, inverse_scale, p)
+        k.mul_(r_k)
+        k_mean = k.mean(dim=1)
+        context = _outer(k.to(v.dtype), v, num_heads).mul_(1 / N)
+        normalizer = _apply(q, k_mean.view(B, num_heads, -1, 1)) + 1e-6 / r_q
+        q.unflatten(-1, [num_heads, -1]).div_(normalizer.unsqueeze(-1))
+        _add_applied(out, q.to(v.dtype), context)
+        return out.view(B, H, W, C), size_q, norm_q, r_q, size_k, norm_k, r_k, k_mean, context, normalizer
+
+
+class _Attention(torch.autograd.Function):
+    """`plain_attention` that keeps q, k, v and numbers per token and head."""
+
+    @staticmethod
+    def forward(*args):
+        return _attention_in_place(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.p, ctx.num_heads = inputs
+        ctx.save_for_backward(*tensors, *output[1:])
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        if grad is None:
+            return (None,) * 8
+        p, num_heads = ctx.p, ctx.num_heads
+        saved = ctx.saved_tensors  # once: gradient checkpointing gives them only once
+        inputs, saved = saved[:6], saved[6:]
+        with torch.autocast(grad.device.type, enabled=False):
+            if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+                grads = _differentiated(grad, inputs, ctx.needs_input_grad, p, num_heads)
+            else:
+                grads = _attention_backward(grad, *inputs, *saved, p, num_heads, ctx.needs_input_grad)
+        return *grads, None, None
+
+
+def _differentiated(grad, inputs, needed, p, num_heads):
+    """Gradients that can be differentiated or batched themselves."""
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # aliases, as an input may be computed from another one
+        inputs = [x.view_as(x) if need else x for x, need in zip(inputs, needed, strict=False)]
+        out = plain_attention(*inputs, p, num_heads)
+    wanted = [x for x, need in zip(inputs, needed, strict=False) if need]
+    grads = iter(torch.autograd.grad(out, wanted, grad, create_graph=create_graph))
+    return [next(grads) if need else None for need in needed[:6]]
+
+
+def _attention_backward(
+        grad, q, k, v, inverse_scale, weight, bias,
+        size_q, norm_q, r_q, size_k, norm_k, r_k, k_mean, context, normalizer, p, num_heads, needed,
+):
+    """Gradients of the first six arguments by hand, on as few buffers as there are."""
+    B, H, W, C = q.shape
+    N = H * W
+    padding = weight.shape[-1] // 2
+    grad_v, grad_weight, grad_bias = torch.ops.aten.convolution_backward(
+        grad.permute(0, 3, 1, 2), v.permute(0, 3, 1, 2), weight.to(v.dtype), [C], [1, 1], [padding, padding], [1, 1],
+        False, [0, 0], C, [True, needed[4], needed[5]])
+    grad_v = grad_v.permute(0, 2, 3, 1).reshape(B, N, C)
+    grad, x_q, x_k, v = (x.reshape(B, N, C) for x in (grad, q, k, v))
+
+    def recompute(x, size):
+        """u and w of `_focus_in_place`."""
+        u = _at_least_float32(x.relu())
+        torch.addcmul(1e-6 * inverse_scale, u, inverse_scale, out=u)
+        return u, (u * size.reciprocal()).pow_(p)
+
+    def through_focus(grad, along_w, along_u, x, u, w):
+        """Gradients of x and, over all tokens, of the inverse scale, where that of u is
+        p · (w / u) · (grad - along_w · w) + along_u · u."""
+        grad.addcmul_(along_w, w, value=-1).mul_(w).div_(u).mul_(p).addcmul_(along_u, u)
+        grad_inverse_scale = (grad * u).sum(dim=(0, 1)) / inverse_scale if needed[3] else None
+        return torch.ops.aten.threshold_backward(grad.mul_(inverse_scale).to(x.dtype), x, 0), grad_inverse_scale
+
+    # Queries: the output is (w / normalizer) context, and the normalizer w · k_mean + ε ‖w‖ / ‖u‖
+    u, w = recompute(x_q, size_q)
+    by_head = normalizer.unsqueeze(-1)
+    weights = (w.unflatten(-1, [num_heads, -1]) / by_head).flatten(2)
+    grad_context = _outer(weights.to(v.dtype), grad, num_heads)
+    grad_w = _at_least_float32(_apply(grad, context.transpose(2, 3)))
+    grad_normalizer = weights.mul_(grad_w).unflatten(-1, [num_heads, -1]).sum(dim=-1) / -normalizer
+    grad_k_mean = _outer(w, grad_normalizer, num_heads).reshape(B, 1, C)
+    grad_w.unflatten(-1, [num_heads, -1]).div_(by_head).addcmul_(
+        grad_normalizer.unsqueeze(-1), k_mean.view(B, 1, num_heads, -1))
+    radial = grad_normalizer.sum(dim=-1, keepdim=True) * -1e-6 / norm_q ** 2
+    grad_q, grad_inverse_scale = through_focus(grad_w, radial * r_q, radial / r_q, x_q, u, w)
+
+    # Keys: the context is fᵀ v / N, with f = r w of the norm of u
+    u, f = recompute(x_k, size_k)
+    f.mul_(r_k)
+    grad_v.add_(_apply(f.to(v.dtype), grad_context), alpha=1 / N)
+    grad_f = _at_least_float32(_apply(v, grad_context.transpose(2, 3))).add_(grad_k_mean).mul_(1 / N)
+    radial = (f * grad_f).sum(dim=-1, keepdim=True) / norm_k ** 2
+    grad_k, grad_inverse_scale_of_k = through_focus(grad_f, radial, radial, x_k, u, f)
+    if needed[3]:
+        grad_inverse_scale = grad_inverse_scale + grad_inverse_scale_of_k
+    if needed[4]:
+        grad_weight = grad_weight.to(weight.dtype)
+    if needed[5]:
+        grad_bias = grad_bias.to(bias.dtype)
+    return grad_q.view_as(q), grad_k.view_as(k), grad_v.view_as(q), grad_inverse_scale, grad_weight, grad_bias
+
+
+@register_notrace_function  # reason: looks at what records or transforms it
+def depthwise_and_focused_attention(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        inverse_scale: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        p: float,
+        num_heads: int,
+) -> torch.Tensor:
+    """The sum of focused linear attention, before its projection, and of a depthwise convolution of the values.
+
+    Args:
+        q, k, v: Queries, keys with their positional encoding, and values, each (B, H, W, C).
+        inverse_scale: What relu(q) and relu(k) are multiplied by, (1, 1, C), at least in float32.
+        weight: Kernels of the convolution, (C, 1, odd size, the same size).
+        bias: Its bias, (C,).
+        p: Power of the focused function.
+        num_heads: Number of heads, a divisor of C.
+
+    Returns:
+        (B, H, W, C), in the type of v.
+    """
+    if not torch.jit.is_scripting():
+        inputs = (q, k, v, inverse_scale, weight, bias)
+        if not (
+                v.dtype == torch.float16  # its range takes another arrangement
+                or v.is_meta  # nothing is computed, and what counts operations shall find them
+                or torch.compiler.is_compiling() or torch.jit.is_tracing()
+                or torch._C._are_functorch_transforms_active()
+                or any(forward_ad.unpack_dual(x).tangent is not None for x in inputs)
+        ):
+            if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+                return _Attention.apply(*inputs, p, num_heads)[0]
+            return _attention_in_place(*inputs, p, num_heads)[0]
+    return plain_attention(q, k, v, inverse_scale, weight, bias, p, num_heads)
