@@ -344,7 +344,8 @@ def test_values_without_a_range_are_refused(tmp_path, capsys, values, message):
         (tmp_path / split / 'a').mkdir(parents=True)
         Image.fromarray(values).save(tmp_path / split / 'a' / '0.tif')
     path = tmp_path / 'train' / 'a' / '0.tif'
-    line = refused(capsys, tmp_path, '--num-classes', 1, '-b', 1, '-j', 0, '--output', tmp_path / 'output')
+    options = '--num-classes', 1, '-b', 1, '-j', 0, '--img-size', 64
+    line = refused(capsys, tmp_path, *options, '--output', tmp_path / 'output')
     assert line.startswith(f"error: cannot read the image '{path}' ({message}")
     with pytest.raises(UsageError, match=message):
         load_picture(path, timm.create_model('test_resnet'))

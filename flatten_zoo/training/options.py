@@ -18,7 +18,9 @@ from .numerics import check_compilation
 from .views import MOST_VIEWS
 
 __all__ = [
-    'REFUSED', 'check_train_options', 'check_validate_options', 'recorded_options', 'train_parser', 'validate_parser']
+    'REFUSED', 'check_files', 'check_train_options', 'check_validate_options', 'recorded_options', 'train_parser',
+    'validate_parser',
+]
 
 _NAFLEX = 'left out: no model of the zoo is a NaFlex model'
 _DISTILLATION = "left out: distillation is timm's own train.py's; `flatten-zoo run` trains with it"
@@ -458,7 +460,7 @@ def check_train_options(args: argparse.Namespace) -> None:
         UsageError: The option, its value and what would be right.
     """
     _check_pair(args, 'scale', 'ratio', 'cutmix_minmax')
-    _check_files(args, 'pretrained_path', *(() if args.resume else ('initial_checkpoint',)))
+    check_files(args, 'pretrained_path')
     _check_input(args)
     check_policy(args.aa)
     _check_schedule(args)
@@ -492,7 +494,7 @@ def check_validate_options(args: argparse.Namespace) -> None:
     Raises:
         UsageError: The option, its value and what would be right.
     """
-    _check_files(args, 'checkpoint')
+    check_files(args, 'checkpoint')
     _check_input(args)
     _check_numerics(args)
     if args.tta and args.tf_preprocessing:
@@ -501,7 +503,8 @@ def check_validate_options(args: argparse.Namespace) -> None:
         raise UsageError(f'--num-gpu {args.num_gpu} does not go with --torchcompile')
 
 
-def _check_files(args: argparse.Namespace, *names: str) -> None:
+def check_files(args: argparse.Namespace, *names: str) -> None:
+    """Refuse options that name files which are not there."""
     for name in names:
         value = getattr(args, name)
         if value and not Path(value).is_file():

@@ -41,7 +41,7 @@ from .interrupts import Terminated, exit_status, interrupts_between_batches, rai
 from .logs import log, setup_logging
 from .models import build_training_model, check_batch_norm, check_fits, import_device_modules, resolve_device
 from .numerics import Numerics
-from .options import check_train_options, recorded_options, train_parser
+from .options import check_files, check_train_options, recorded_options, train_parser
 from .recipe import build_optimizer, build_scheduler, build_task, updates_per_epoch
 from .report import draw_curves, figures_text, log_last_row, next_command, start_tensorboard, start_wandb, trim_summary
 from .resume import find_resumed, first_epoch, resume
@@ -109,6 +109,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args = parser.parse_with_config(argv)
         check_fits(args, max(folder.glob('*.pth.tar'), key=os.path.getsize, default=folder))
     check_train_options(args)
+    if not args.resume:  # a recipe may name one that another recipe has yet to make
+        check_files(args, 'initial_checkpoint')
     return args
 
 
