@@ -24,11 +24,13 @@ demo: $(DEMO)
 	$(BIN)/python train.py --config configs/quickstart.yaml
 	$(BIN)/python validate.py --checkpoint output/train/quickstart
 
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --durations 25
+
 test: lint
-	$(BIN)/pytest
+	$(PYTEST)
 
 test-all: lint
-	$(BIN)/pytest -m ''
+	$(PYTEST) -m ''
 
 lint: $(TEST)
 	$(BIN)/ruff check

@@ -1,11 +1,13 @@
 """The `flatten-zoo` command.
 
 A subcommand is one function below: its docstring is the help, it adds the arguments to its parser and returns what runs
-them. It is registered by its place in `COMMANDS`, and imports the module that does the work only when it runs.
+them. It is registered by its place in `COMMANDS`, and imports the module that does the work only when it runs. One
+that takes long sets an `announcement`, in which arguments stand by name, for `main` to print first.
 """
 import argparse
 import ast
 import importlib
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +23,9 @@ def complexity(parser: argparse.ArgumentParser) -> Command:
     """Cost of models and of the attention operators: parameters, multiply-accumulates, activations, memory.
 
     Operators (ea, issa, nl) are compared at 256 channels on square maps, models on square images; one image at a time,
-    in float32. Peak memory is measured on the GPU if there is one, otherwise on the CPU.
+    in float32. Peak memory is measured in inference, on the GPU if there is one, otherwise on the CPU.
     """
+    parser.set_defaults(announcement='measuring')
     parser.add_argument('names', nargs='*', metavar='MODEL', help='model names, or the operators ea, issa and nl')
     parser.add_argument(
         '--img-size', nargs='+', type=int, metavar='N',
@@ -35,7 +38,6 @@ def complexity(parser: argparse.ArgumentParser) -> Command:
         help='print a table of the efficient attention paper, computed from the operators')
 
     def run(args: argparse.Namespace) -> None:
-        print('measuring …', file=sys.stderr)
         from . import comparison, tables
         from .paper_tables import PAPER_TABLES
         if bool(args.names) == bool(args.table):
@@ -49,6 +51,8 @@ def complexity(parser: argparse.ArgumentParser) -> Command:
             return
         comparisons = comparison.compare_all(args.names, args.img_size, args.plot, args.stages)
         print(as_table(*comparison.comparison_table(comparisons, exact=args.format == 'csv')))
+        if args.format == 'text' and any(c.closed_form for c in comparisons):
+            print(comparison.MEMORY_NOTE, file=sys.stderr)
         if args.plot:
             comparison.plot(comparisons, args.plot)
 
@@ -156,12 +160,13 @@ def visualize(parser: argparse.ArgumentParser) -> Command:
     points. Efficient attention: its global attention maps. Every model, and those without any of these: the feature
     pyramid.
     """
+    parser.set_defaults(announcement='drawing {image} with {model}')
     parser.add_argument('image', type=Path, metavar='IMAGE', help='the picture')
     parser.add_argument('--model', required=True, metavar='NAME', help='any model name of timm')
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument('--checkpoint', type=Path, metavar='FILE', help='load the weights of this file')
     weights.add_argument('--pretrained', action='store_true', help='load the released weights (default: none)')
-    parser.add_argument('--layer', metavar='NAME', help='attention layer (default: the last one)')
+    parser.add_argument('--layer', metavar='NAME', help='attention layer (default: the last one with something to see)')
     parser.add_argument('--head', type=int, default=0, metavar='N', help='head of the attention (default: 0)')
     parser.add_argument(
         '--query', nargs=2, type=float, action='append', metavar=('X', 'Y'),
@@ -174,7 +179,6 @@ def visualize(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument('--save-arrays', type=Path, metavar='FILE.npz', help='write the numbers too')
 
     def run(args: argparse.Namespace) -> None:
-        print(f'drawing {args.image} with {args.model} …', file=sys.stderr)
         from .visualize import DEFAULT_POINTS, render
         points = [tuple(point) for point in args.query] if args.query else DEFAULT_POINTS
         drawn = render(
@@ -191,6 +195,7 @@ def export(parser: argparse.ArgumentParser) -> Command:
     The file is read again and compared with the model. Beside it, a JSON file has what its user must know:
     normalisation, image size, classes or strides and channels, versions.
     """
+    parser.set_defaults(announcement='exporting {model} to {output}')
     parser.add_argument('model', metavar='MODEL', help='any model name of timm')
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument('--checkpoint', type=Path, metavar='FILE', help='load the weights of this file')
@@ -206,21 +211,28 @@ def export(parser: argparse.ArgumentParser) -> Command:
         help='leave open how many images, or how large (default: one image of one size)')
     parser.add_argument('--half', action='store_true', help='weights, images and outputs in float16')
     parser.add_argument(
-        '--opset', type=int, choices=range(17, 24), default=21, metavar='N',
-        help='of --format onnx, 17 to 23; older runtimes need older ones (default: 21, for onnxruntime 1.20)')
+        '--opset', type=int, choices=range(17, 23), default=21, metavar='N',
+        help='of --format onnx, 17 to 22; older runtimes need older ones (default: 21, for onnxruntime 1.20)')
+    parser.add_argument(
+        '--int8', type=Path, metavar='FOLDER',
+        help='quantise --format onnx to 8 bits with the images of this folder, and say how far it agrees on others')
     parser.add_argument('--force', action='store_true', help='overwrite files that are there')
     parser.add_argument('-o', '--output', type=Path, required=True, metavar='FILE', help='OUT.onnx or OUT.pt2')
 
     def run(args: argparse.Namespace) -> None:
-        print(f'exporting {args.model} to {args.output} …', file=sys.stderr)
-        from .export import build, check_output, export
+        from .export import build, check_output, description_of, export
         check_output(args.output, args.format, args.force)
         model, weights = build(
             args.model, args.img_size, args.dynamic in ('size', 'both'), args.pretrained, args.checkpoint)
         difference = export(
             model, args.output, args.task, args.format, args.img_size, args.dynamic, args.half, args.force, weights,
-            args.opset)
+            args.opset, args.int8)
         print(f'{args.output}: differs from the model by {difference:.1e} of the largest output, at most')
+        if args.int8:
+            int8 = json.loads(description_of(args.output).read_text())['int8']
+            top1 = f'the same class for {int8["top1_agreement"]:.1%}, ' if 'top1_agreement' in int8 else ''
+            print(f'in 8 bits, on {int8["images"]} images that have not calibrated it: {top1}outputs differ by '
+                  f'{int8["largest_difference"]:.1e} of the largest, at most')
 
     return run
 
@@ -268,5 +280,7 @@ def main(argv: list[str] | None = None) -> int:
         subparser = subparsers.add_parser(name, help=summary, description=command.__doc__)
         subparser.set_defaults(run=command(subparser))
     args = parser.parse_args(argv)
+    if 'announcement' in args:  # of what takes long, before the imports, which do too
+        print(args.announcement.format_map(vars(args)), '…', file=sys.stderr)
     importlib.import_module('.weights', __package__)  # registers the networks, which `flatten_zoo` left to this
     return report_usage_errors(lambda: args.run(args))

@@ -16,11 +16,17 @@ from .models.build import build_model, check_model_name
 from .tables import Table
 
 __all__ = [
-    'OPERATORS', 'Comparison', 'compare', 'compare_all', 'compare_stages', 'comparison_table', 'default_size', 'plot',
+    'MEMORY_NOTE', 'OPERATORS', 'Comparison', 'compare', 'compare_all', 'compare_stages', 'comparison_table',
+    'default_size', 'plot',
 ]
 
 OPERATOR_DIM = 256  # channels at which operators are compared: those of a feature pyramid
 OPERATOR_SIZE = 32  # default side of their map
+
+MEMORY_NOTE = (
+    "closed-form memory: all tensors of the equations, nl's n × n matrix among them, held at once as in training; "
+    "peak memory: measured in inference, in which nl's fused kernel never holds that matrix, so that the worst moment "
+    'of ea and nl is one that they share, the sum with the input')
 
 _COLUMNS = {  # of a table: heading and unit for people
     'parameters': ('params (M)', 1e6),
@@ -226,13 +232,13 @@ def plot(comparisons: list[Comparison], path: Path) -> None:
         sizes = [c.size for c in rows]
         style = {'marker': 'o', 'markersize': max(3, 9 - 2 * i)}  # what lies under another line can be seen
         line, = compute.plot(sizes, [c.measured.macs / 1e9 for c in rows], label=name, **style)
-        memory.plot(sizes, [c.measured.peak_memory / 1e6 for c in rows], label=f'{name}, measured peak', **style)
+        memory.plot(sizes, [c.measured.peak_memory / 1e6 for c in rows], label=f'{name}, inference peak', **style)
         if name in OPERATORS:
             memory.plot(
                 sizes, [c.closed_form.memory / 1e6 for c in rows], linestyle='--', color=line.get_color(),
-                label=f'{name}, closed form')
+                label=f'{name}, closed form (all held at once)')
     compute.set(title='Computation per image', ylabel='multiply-accumulates (G)')
-    memory.set(title='Inference memory per image', ylabel='memory (MB)')
+    memory.set(title='Memory per image', ylabel='memory (MB)')
     for axes in (compute, memory):
         axes.set(xscale='log', yscale='log', xlabel='side of the image (models) or map (operators)')
         sizes = sorted({c.size for c in comparisons})

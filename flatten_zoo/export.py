@@ -24,6 +24,7 @@ from torch._decomp import get_decompositions
 from .errors import UsageError, first_line
 from .files import write_beside
 from .models.build import build_model, check_model_name, two_sides
+from .quantize import agreement, quantize, read_images
 from .weights import load_model
 
 __all__ = ['DYNAMIC', 'FORMATS', 'OPSET', 'OPSETS', 'TASKS', 'build', 'export']
@@ -31,7 +32,7 @@ __all__ = ['DYNAMIC', 'FORMATS', 'OPSET', 'OPSETS', 'TASKS', 'build', 'export']
 TASKS = ('classification', 'features')
 FORMATS = ('onnx', 'pt2')
 DYNAMIC = {'batch': (0,), 'size': (2, 3), 'both': (0, 2, 3)}  # the axes of the images that are left open
-OPSETS = range(17, 24)
+OPSETS = range(17, 23)  # from 23 on, attention is one operator, whose masks onnxruntime does not broadcast
 OPSET = 21  # what onnxruntime 1.20 of 2024 reads
 AXES = {0: ('batch', 1), 2: ('height', 32), 3: ('width', 32)}  # of images: name, and the least that a program takes
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2}  # of the largest difference, relative to the largest output
@@ -92,6 +93,7 @@ def export(
         force: bool = False,
         weights: str = '',
         opset: int = OPSET,
+        int8: Path | None = None,
 ) -> float:
     """Write a model and its description, after the file has been compared with the model.
 
@@ -106,9 +108,12 @@ def export(
         force: Overwrite files.
         weights: Where the model's weights come from, for the description.
         opset: Version of ONNX's operators, of `OPSETS`; older runtimes need older ones.
+        int8: Folder of images. The file is compared, then quantised: every other image calibrates it, the rest measure
+            how far it agrees with the model; that is the description's `int8`, as `quantize.agreement` gives it.
 
     Returns:
-        The largest difference between outputs of the file and of the model, relative to the model's largest output.
+        The largest difference between outputs of the file (before it is quantised) and of the model, relative to the
+        model's largest output.
 
     Raises:
         UsageError: Something is in the way, the model can't be exported like that, or the difference is too large.
@@ -119,6 +124,9 @@ def export(
     shape = (1, config['input_size'][0], *(two_sides(img_size) if img_size else config['input_size'][1:]))
     if dynamic in ('size', 'both') and min(shape[2:]) < AXES[2][1]:
         raise UsageError(f'--img-size {shape[2]} {shape[3]}: --dynamic {dynamic} needs at least {AXES[2][1]} each way')
+    if int8 and (half or format != 'onnx'):
+        raise UsageError('--int8 starts from --format onnx in float32: leave out --half and --format pt2')
+    images = read_images(int8, config, shape[1:]) if int8 else []
     dtype = torch.float16 if half else torch.float32
     network = (feature_network(model) if task == 'features' else model).to(dtype)
     names = output_names(network)
@@ -134,6 +142,11 @@ def export(
             difference = compare(run, network, check_shapes(shape, dynamic), dtype)
             about = describe(network, config, shape, dynamic, dtype, names, opset if format == 'onnx' else None)
             about |= {'weights': weights, 'largest_difference': difference}
+            if int8:
+                quantize(temporary, temporary, images[::2])
+                about['int8'] = agreement(load_onnx(temporary), lambda x: _as_list(network(x)), images[1::2])
+            if format == 'onnx' and (written := opset_of(temporary)) != opset:
+                raise UsageError(f'--opset {opset}: the network could only be written with opset {written}')
             temporary_description.write_text(json.dumps(about, indent=2) + '\n')
             if external_data(temporary).is_file():
                 os.replace(external_data(temporary), external_data(output))
@@ -248,22 +261,25 @@ def save_onnx(
         opset: int,
 ) -> None:
     """Write a program as ONNX: one file, and one more for weights of 2 GB and more."""
+    from onnx.helper import find_min_ir_version_for, make_operatorsetid
+    from onnx_ir.passes.common import LiftConstantsToInitializersPass
     from onnxscript.optimizer import fold_constants, remove_unused_nodes
     axes = {axis: AXES[axis][0] for axis in DYNAMIC[dynamic]} if dynamic else {}
     try:
         with _quiet():
             if opset < 20:  # before Gelu was an operator
-                table = torch.export.default_decompositions()
-                table.update(get_decompositions([torch.ops.aten.gelu.default]))
-                program = program.run_decompositions(table)
+                program = program.run_decompositions(get_decompositions([torch.ops.aten.gelu.default]))
             # the exporter's own optimizer takes time quadratic in the slices of a network; runtimes have theirs
             converted = torch.onnx.export(
                 program, input_names=['image'], output_names=names, dynamic_shapes=(axes,), verbose=False,
                 optimize=False, opset_version=max(opset, 18))
             fold_constants(converted.model)
+            LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(converted.model)  # as tools expect
             remove_unused_nodes(converted.model)
             if opset == 17:
                 to_opset_17(converted.model)
+            # what ends at an opset ends at the file format of its time too
+            converted.model.ir_version = find_min_ir_version_for([make_operatorsetid('', opset)])
     except UsageError:
         raise
     except Exception as e:  # operations that ONNX does not have
@@ -289,6 +305,13 @@ def to_opset_17(model) -> None:
         elif node.op_type == 'Resize' and 'antialias' in node.attributes and node.attributes['antialias'].value:
             raise UsageError('--opset 17: resampling without aliasing is newer; leave the size fixed, or --opset 18')
     model.opset_imports[''] = 17
+
+
+def opset_of(path: Path) -> int:
+    """The version of ONNX's own operators that a file says it uses."""
+    import onnx
+    model = onnx.load(path, load_external_data=False)
+    return next(opset.version for opset in model.opset_import if not opset.domain)
 
 
 def external_data(path: Path) -> Path:
@@ -373,6 +396,8 @@ def describe(
             output |= {'channels': channels, 'stride': stride}
     else:
         outputs[0]['classes' if model.num_classes else 'channels'] = model.num_classes or model.num_features
+        if model.num_classes and cfg.get('label_names'):
+            outputs[0]['label_names'] = cfg['label_names']
     packages = ['torch', 'timm', 'flatten_zoo'] + (['onnx', 'onnxscript', 'onnxruntime'] if opset else [])
     return {
         'model': f'{cfg["architecture"]}.{cfg["tag"]}' if cfg.get('tag') else cfg['architecture'],

@@ -41,6 +41,17 @@ def test_a_run_script_finds_the_package_whole(tmp_path):
     assert done.stdout.startswith('True <function replace_attention')
 
 
+@pytest.mark.parametrize('arguments, announcement', [
+    (['complexity', 'ea'], 'measuring …'),
+    (['visualize', 'a.png', '--model', 'm', '-o', 'b.png'], 'drawing a.png with m …'),
+    (['export', 'm', '-o', 'm.onnx'], 'exporting m to m.onnx …'), (['list'], '')])
+def test_what_takes_long_is_announced_before_the_imports(arguments, announcement, monkeypatch, capsys):
+    monkeypatch.setattr('flatten_zoo.cli.importlib', None)
+    with pytest.raises(AttributeError):
+        main(arguments)
+    assert capsys.readouterr().err.strip() == announcement
+
+
 def test_no_command(capsys):
     with pytest.raises(SystemExit) as e:
         main([])
@@ -74,6 +85,8 @@ def test_operators_and_models(capsys):
     header, row = capsys.readouterr().out.splitlines()
     assert header.split() == ['name', 'size', 'params', '(M)', 'GMACs', 'activations', '(M)', 'peak', 'memory', '(MB)']
     assert row.split()[:3] == ['resnet18', '32', '11.7']
+    assert main(['complexity', 'nl', '--img-size', '8']) == 0
+    assert 'fused kernel never holds that matrix' in capsys.readouterr().err
 
 
 def test_plot(tmp_path, capsys):

@@ -11,7 +11,7 @@ from timm.models import load_checkpoint
 
 from flatten_zoo import cli
 from flatten_zoo.errors import UsageError
-from flatten_zoo.weights import from_official, load_model, read_checkpoint, to_official, use_hub
+from flatten_zoo.weights import describe, from_official, load_model, read_checkpoint, to_official, use_hub
 
 from .reference import load_reference
 
@@ -227,6 +227,15 @@ def test_an_interrupted_conversion_leaves_what_was_there(tmp_path, monkeypatch):
     assert run('convert', tmp_path / 'c.pth', '--model', name, '-o', tmp_path / 'folder', *kwargs_of(name)) == 2
     assert out.read_bytes() == b'before'
     assert sorted(p.name for p in tmp_path.iterdir()) == ['c.pth', 'out.safetensors']
+
+
+def test_info_initialises_nothing(monkeypatch):
+    def fail(*args, **kwargs):
+        raise AssertionError('a network of which only shapes are shown is initialised')
+
+    plain = dict(describe('flatten_pvt_v2_b0'))
+    monkeypatch.setattr('torch.nn.init._no_grad_trunc_normal_', fail)
+    assert dict(describe('flatten_pvt_v2_b0')) == plain
 
 
 def test_list_and_info_commands(tmp_path, monkeypatch, capsys):

@@ -2,14 +2,24 @@
 import csv
 import json
 import shlex
+import struct
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+import timm
+import torch
+from PIL import ExifTags, Image
 
-from flatten_zoo.errors import report_usage_errors
+from flatten_zoo.errors import UsageError, report_usage_errors
 from flatten_zoo.training import sources
+from flatten_zoo.training.data import evaluation_loader, open_splits, training_loader
+from flatten_zoo.training.numerics import Numerics
+from flatten_zoo.training.options import train_parser
 from flatten_zoo.training.train import main as train
 from flatten_zoo.training.validate import main as validate
+from flatten_zoo.visualize import load_picture
 
 from .tiny_images import write_images, write_parquet, write_shards, write_tars
 
@@ -213,3 +223,183 @@ def test_passes_in_an_epoch(root, tmp_path, caplog):
     assert train([*TINY, *BRIEF, *options, '--output', str(tmp_path), '--log-interval', '1']) == 0
     assert 'epoch 0/1  batch 12/12' in caplog.text
     assert '72 for training and 15 for validation' in caplog.text
+
+
+# Modes of pictures
+
+GREY = np.arange(1024, dtype=np.uint8).reshape(32, 32) // 4 * 4 + np.arange(32, dtype=np.uint8) // 8
+COLOUR = np.stack([GREY, GREY.T, 255 - GREY], 2)
+ALPHA = np.where(np.arange(32)[:, None] < 16, 255, 0) + np.zeros_like(GREY)
+OVER_WHITE = np.where(ALPHA[..., None] == 255, COLOUR, 255)
+
+
+def save_12_bits(grey: np.ndarray, path: Path) -> None:
+    """Pillow reads such a TIFF file, of one strip, but does not write one."""
+    values = np.rint(grey / 255 * 4095).astype(int).reshape(-1, 2)
+    pixels = np.stack([values[:, 0] >> 4, (values[:, 0] & 15) << 4 | values[:, 1] >> 8, values[:, 1] & 255], 1)
+    entries = {256: 32, 257: 32, 258: 12, 259: 1, 262: 1, 273: 128, 277: 1, 278: 32, 279: pixels.size}
+    directory = b''.join(struct.pack('<HHII', tag, 4, 1, value) for tag, value in entries.items())
+    start = b'II*\0\x08\0\0\0' + struct.pack('<H', len(entries)) + directory + bytes(4)
+    path.write_bytes(start.ljust(128, b'\0') + pixels.astype(np.uint8).tobytes())
+
+
+def save_turned(orientation: int, path: Path) -> None:
+    """Save `COLOUR` so that its metadata turn it back."""
+    turns = {2: np.fliplr, 3: lambda x: np.rot90(x, 2), 4: np.flipud, 5: lambda x: x.swapaxes(0, 1), 6: np.rot90,
+             7: lambda x: np.rot90(x, 2).swapaxes(0, 1), 8: lambda x: np.rot90(x, -1)}
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    Image.fromarray(np.ascontiguousarray(turns[orientation](COLOUR))).save(path, exif=exif)
+
+
+def palette() -> Image.Image:
+    return Image.fromarray(COLOUR // 64 * 64).quantize(64, dither=Image.Dither.NONE)
+
+
+def save_palette_with_transparency(path: Path) -> None:
+    image = palette()
+    image.save(path, transparency=bytes(255 * (index % 2) for index in range(64)))
+
+
+WIDE = GREY * np.uint16(257)
+PICTURES = {
+    '8-bit grey.png': (GREY, Image.fromarray(GREY).save),
+    '16-bit.png': (GREY, Image.fromarray(WIDE).save),
+    '16-bit.tif': (GREY, Image.fromarray(WIDE).save),
+    '16-bit big-endian.tiff': (GREY, Image.fromarray(WIDE.astype('>u2')).save),
+    '16-bit white is 0.tif': (GREY, lambda path: Image.fromarray(65535 - WIDE).save(path, tiffinfo={262: 0})),
+    '16-bit.pgm': (GREY, Image.fromarray(WIDE).save),
+    '12-bit.tif': (GREY, lambda path: save_12_bits(GREY, path)),
+    '32-bit.tif': (GREY, Image.fromarray(WIDE.astype(np.int32)).save),
+    'floating point.tif': (GREY, Image.fromarray(GREY / np.float32(255)).save),
+    '1-bit.png': ((GREY > 99) * np.uint8(255), Image.fromarray(GREY > 99).save),
+    '1-bit.tif': ((GREY > 99) * np.uint8(255), Image.fromarray(GREY > 99).save),
+    'palette.gif': (palette().convert('RGB'), palette().save),
+    'palette with transparency.png': (
+        np.where(np.asarray(palette())[..., None] % 2, palette().convert('RGB'), 255), save_palette_with_transparency),
+    'palette with transparency.gif': (
+        np.where(np.asarray(palette())[..., None] == 7, 255, palette().convert('RGB')),
+        lambda path: palette().save(path, transparency=7)),
+    'LA.png': (np.where(ALPHA == 255, GREY, 255), Image.fromarray(np.dstack([GREY, ALPHA.astype(np.uint8)])).save),
+    'RGBA.webp': (
+        OVER_WHITE, lambda path: Image.fromarray(np.dstack([COLOUR, ALPHA.astype(np.uint8)])).save(
+            path, lossless=True, exact=True)),
+    'CMYK.tif': (COLOUR, Image.fromarray(COLOUR).convert('CMYK').save),
+    'CMYK.jpg': (COLOUR, lambda path: Image.fromarray(COLOUR).convert('CMYK').save(path, quality=100)),
+    'RGB.bmp': (COLOUR, Image.fromarray(COLOUR).save),
+    'damaged metadata.png': (COLOUR, lambda path: Image.fromarray(COLOUR).save(path, exif=b'Exif\0\0nothing')),
+    **{f'turned {n}.png': (COLOUR, partial(save_turned, n)) for n in range(2, 9)},
+    'turned.tif': (COLOUR, partial(save_turned, 6)),
+}
+
+
+def loaded(split: str, *options, num_classes: int = 1) -> np.ndarray:
+    """The images of an epoch as `train.py` or its validation load them, from 0 to 255."""
+    argv = ['--img-size', '32', '-b', '1', '-j', '0', '--no-prefetcher', '--num-classes', str(num_classes), *options]
+    args = train_parser().parse_with_config(argv)
+    args.data_dir = args.data
+    train_set, eval_set = open_splits(args, channels=3)
+    config = {'input_size': (3, 32, 32), 'mean': (0,) * 3, 'std': (1,) * 3, 'crop_pct': 1., 'crop_mode': 'center',
+              'interpolation': 'bilinear'}
+    numerics = Numerics(torch.device('cpu'))
+    loader = training_loader(args, train_set, config, numerics) if split == 'train' else evaluation_loader(
+        args, eval_set, config, numerics, batch_size=1)
+    return torch.cat([batch for batch, _ in loader]).permute(0, 2, 3, 1).numpy() * 255
+
+
+@pytest.mark.filterwarnings('error::UserWarning')
+@pytest.mark.parametrize('name', PICTURES)
+def test_every_mode_is_read_as_the_picture_in_8_bits(tmp_path, name):
+    expected, save = PICTURES[name]
+    expected = np.broadcast_to(np.asarray(expected).reshape(32, 32, -1), (32, 32, 3))
+    for split in ('train', 'validation'):
+        (tmp_path / split / 'a').mkdir(parents=True)
+        save(tmp_path / split / 'a' / name)
+    _, seen = load_picture(tmp_path / 'train' / 'a' / name, timm.create_model('test_resnet'), [32])
+    for found in (loaded('train', str(tmp_path), '--no-aug')[0], loaded('validation', str(tmp_path))[0], seen * 255):
+        np.testing.assert_allclose(found, expected, atol=6 if name.endswith('jpg') else 1e-3)
+
+
+@pytest.mark.parametrize('name', ['folder', 'tar', 'torchvision', 'wds', 'hfds parquet', 'hfids parquet'])
+def test_every_reader_scales_16_bits(tmp_path, name):
+    for split in ('train', 'validation'):
+        (tmp_path / 'images' / split / 'blue').mkdir(parents=True)
+        Image.fromarray(WIDE).save(tmp_path / 'images' / split / 'blue' / '0.tif')
+    write = {'tar': write_tars, 'wds': write_shards, 'hfds parquet': write_parquet, 'hfids parquet': write_parquet}
+    if name in write:
+        write[name](tmp_path / {'tar': 'tars', 'wds': 'shards'}.get(name, 'parquet'), tmp_path / 'images')
+    lengths = ['--train-num-samples', '1', '--val-num-samples', '1'] if name.startswith('hfids') else []
+    options = [*layouts(tmp_path)[name], *lengths]
+    found = loaded('validation', *options, num_classes=3 if 'parquet' in name else 1)
+    np.testing.assert_allclose(found[0], np.broadcast_to(GREY[..., None], (32, 32, 3)), atol=1e-3)
+
+
+@pytest.mark.parametrize('values, message', [
+    (np.full((32, 32), -1000, np.int32), 'its values are from -1000 to -1000, where black is 0 and white 65535'),
+    (np.full((32, 32), 255, np.float32), 'its values are from 255 to 255, where black is 0 and white 1'),
+    (np.full((32, 32), np.nan, np.float32), 'its values are from nan to nan'),
+])
+def test_values_without_a_range_are_refused(tmp_path, capsys, values, message):
+    for split in ('train', 'validation'):
+        (tmp_path / split / 'a').mkdir(parents=True)
+        Image.fromarray(values).save(tmp_path / split / 'a' / '0.tif')
+    path = tmp_path / 'train' / 'a' / '0.tif'
+    options = '--num-classes', 1, '-b', 1, '-j', 0, '--img-size', 64
+    line = refused(capsys, tmp_path, *options, '--output', tmp_path / 'output')
+    assert line.startswith(f"error: cannot read the image '{path}' ({message}")
+    with pytest.raises(UsageError, match=message):
+        load_picture(path, timm.create_model('test_resnet'))
+
+
+# What is left out
+
+def clutter(split: Path) -> None:
+    """Put into a split of 3 classes what is no image of a class, and one image of each of 4 more kinds."""
+    for name in ('.DS_Store', 'red/._0.png', 'red/Thumbs.db', '__MACOSX/red/._0.png', '.ipynb_checkpoints/0.png',
+                 'red/notes.txt', 'red/more.txt', 'blue/list', 'loose.png'):
+        path = split / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_bytes((split / 'red' / '0.png').read_bytes() if path.suffix == '.png' else b'')
+    for kind in ('gif', 'webp', 'TIFF', 'bmp'):
+        Image.new('RGB', (9, 9)).save(split / 'green' / f'more.{kind}')
+
+
+@pytest.mark.parametrize('name', ['folder', 'tar', 'torchvision'])
+def test_what_is_no_image_of_a_class_is_left_out_and_said(tmp_path, caplog, name):
+    images = write_images(tmp_path / 'images', train=1, validation=1)
+    clutter(images / 'train')
+    if name != 'torchvision':  # where it is an error
+        (images / 'train' / 'void').mkdir()
+    write_tars(tmp_path / 'tars', images)
+    with caplog.at_level('INFO'):
+        assert len(loaded('train', *layouts(tmp_path)[name], num_classes=3)) == 3 + 4
+    split = tmp_path / 'tars' / 'train.tar' if name == 'tar' else images / 'train'
+    line, *empty = caplog.messages
+    start, kinds = line.split(': files left out: ')
+    assert start == f"'{split}'"
+    assert set(kinds.split(', ')) == {
+        '2 *.txt', '1 without suffix', '1 in no class folder', '1 .DS_Store', '1 ._*', '1 Thumbs.db', '1 __MACOSX',
+        '1 .ipynb_checkpoints'}
+    if name != 'torchvision':
+        assert empty == [f"'{split}': there is no image of class 'void', which does not count: if it should, name all "
+                         f'classes in --class-map']
+
+
+def test_classes_without_images_and_images_without_classes(tmp_path, capsys, caplog):
+    images = write_images(tmp_path / 'images', train=6, validation=1)
+    (tmp_path / 'classes.txt').write_text('blue\nblack\nred\n')
+    with caplog.at_level('INFO'):
+        loaded('train', str(images), '--class-map', str(tmp_path / 'classes.txt'), num_classes=3)
+    assert f"'{images}/train': files left out: 6 of no class in --class-map" in caplog.messages
+    assert f"'{images}/train': there is no image of class 'black'" in caplog.messages
+    (tmp_path / 'classes.txt').write_text('cat\n')
+    line = refused(capsys, images, '--class-map', tmp_path / 'classes.txt', '--num-classes', 1)
+    assert f"the images in '{images}/train' are not in class folders that --class-map names" in line
+    for path in (images / 'validation').glob('*/*.png'):
+        path.rename(images / 'validation' / f'{path.parent.name}{path.name}')
+    assert refused(capsys, images) == (
+        f"error: the images in '{images}/validation' are not in class folders: put each into a folder with the name of "
+        f'its class')
+    write_tars(tmp_path / 'tars', images)
+    line = refused(capsys, tmp_path / 'tars')
+    assert line.startswith(f"error: the images in '{tmp_path}/tars/validation.tar' are not in class folders")

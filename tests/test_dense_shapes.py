@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from torchvision.transforms import v2
 
 from flatten_zoo.dense import CocoInstances, CocoSemantic, coco_split, semantic_labels, write_shapes
@@ -288,6 +288,15 @@ def test_missing_and_broken_files(tmp_path):
         (tmp_path / 'instances.json').write_text(broken)
         with pytest.raises(UsageError, match=message):
             CocoInstances(tmp_path)
+
+
+def test_images_of_16_bits_and_turned_ones(tmp_path):
+    data = CocoInstances(write_coco(tmp_path, [annotation(1)]))
+    grey = np.arange(60 * 80, dtype=np.uint8).reshape(60, 80)
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    Image.fromarray(np.rot90(grey) * np.uint16(257)).save(tmp_path / 'images' / '5.png', exif=exif)
+    np.testing.assert_allclose(data[1][0], np.broadcast_to(grey / 255, (3, 60, 80)), atol=1e-6)
 
 
 def test_missing_and_broken_images(tmp_path):

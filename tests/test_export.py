@@ -2,17 +2,32 @@
 import itertools
 import json
 import sys
+from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 import timm
 import torch
+from onnxruntime.quantization.shape_inference import quant_pre_process
+from PIL import Image
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
 from flatten_zoo import export as export_module
 from flatten_zoo.cli import main
 from flatten_zoo.errors import UsageError
-from flatten_zoo.export import build, check_shapes, description_of, export, feature_network, load_onnx, load_program
+from flatten_zoo.export import (
+    OPSETS,
+    build,
+    check_shapes,
+    description_of,
+    export,
+    feature_network,
+    load_onnx,
+    load_program,
+)
+from flatten_zoo.training.digits import write_digits
+from flatten_zoo.training.train import main as train
 from flatten_zoo.weights import zoo_models
 
 from .test_attention_resnet import seeded
@@ -69,16 +84,27 @@ def test_one_file_for_many_sizes(name, task, format, tmp_path):
     assert_same(path, feature_network(model) if task == 'features' else model, UNSEEN)
 
 
-@pytest.mark.parametrize('opset', [17, 18, 23])
-@pytest.mark.parametrize('name', [
-    name if name == 'flatten_pvt_v2_b0' else pytest.param(name, marks=pytest.mark.slow) for name in (*SMALL, *RESNETS)])
+@pytest.mark.parametrize(('name', 'opset'), [
+    case if case == ('flatten_pvt_t', 17) else pytest.param(*case, marks=pytest.mark.slow)
+    for case in itertools.product((*SMALL, *RESNETS), OPSETS)])
 def test_opsets(name, opset, tmp_path):
+    """Each in the file format of its time, and as onnxruntime's tools expect."""
     path = tmp_path / 'model.onnx'
     assert export(small(name), path, img_size=(64, 64), opset=opset) < 1e-4
     graph = onnx.load(path)
     onnx.checker.check_model(graph, full_check=True)
-    assert [o.version for o in graph.opset_import if not o.domain] == [opset]
+    assert {o.domain: o.version for o in graph.opset_import} == {'': opset}
+    assert graph.ir_version == {17: 8, 18: 8, 19: 9, 20: 9, 21: 10, 22: 10}[opset]
     assert json.loads(description_of(path).read_text())['opset'] == opset
+    # its symbolic inference does not read the axes of ReduceMax and ReduceL2 from opset 18 on
+    quant_pre_process(path, tmp_path / 'prepared.onnx', skip_symbolic_shape=opset > 17)
+
+
+def test_another_opset_than_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(export_module, 'opset_of', lambda path: 18)
+    with pytest.raises(UsageError, match='--opset 21: the network could only be written with opset 18'):
+        export(timm.create_model('test_resnet').eval(), tmp_path / 'model.onnx', img_size=(32, 32))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_shifted_windows_leave_the_size_open(tmp_path):
@@ -133,6 +159,75 @@ def test_traced_by_torchscript(name):
     for shape in ((1, 224, 160), *UNSEEN):
         x = torch.randn(shape[0], 3, *shape[1:])
         torch.testing.assert_close(traced(x), model(x))
+
+
+def write_images(folder, number=8):
+    generator = np.random.default_rng(0)
+    for i in range(number):
+        (folder / str(i % 2)).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (40, 48, 3), dtype=np.uint8)).save(folder / str(i % 2) / f'{i}.png')
+
+
+@pytest.mark.parametrize(('name', 'options'), [
+    ('flatten_pvt_t', ('--dynamic', 'batch')),
+    *(pytest.param(name, options, marks=pytest.mark.slow) for name in (*SMALL, *RESNETS)
+      for options in (('--opset', 17), ('--task', 'features', '--dynamic', 'both')))])
+def test_int8(name, options, tmp_path, capsys, monkeypatch):
+    """Products with weights have both inputs in 8 bits, with scales as TensorRT wants them, and nothing else has."""
+    monkeypatch.setattr(export_module, 'build', lambda *args: (small(name), 'untrained'))
+    write_images(tmp_path / 'images')
+    path = tmp_path / 'model.onnx'
+    arguments = ('--img-size', 64, '--int8', tmp_path / 'images', '-o', path)
+    assert run_export(name, *options, *arguments) == 0
+    int8 = json.loads(description_of(path).read_text())['int8']
+    assert int8['images'] == 4 and 0 < int8['largest_difference'] < 1  # random weights make much of rounding
+    features = 'features' in options
+    assert ('top1_agreement' in int8) != features
+    assert ('the same class for' in capsys.readouterr().out) != features
+    graph = onnx.load(path)
+    onnx.checker.check_model(graph, full_check=True)
+    assert {o.domain for o in graph.opset_import if o.domain} <= {'com.microsoft'}
+    assert all(not node.domain for node in graph.graph.node)
+    constants = {i.name: onnx.numpy_helper.to_array(i) for i in graph.graph.initializer}
+    made_by = {output: node for node in graph.graph.node for output in node.output}
+    for node in graph.graph.node:
+        sources = [made_by[i] for i in node.input[:2] if i in made_by]
+        quantised = [source for source in sources if source.op_type == 'DequantizeLinear']
+        if node.op_type in ('Conv', 'Gemm') or quantised and node.op_type != 'DequantizeLinear':
+            assert node.op_type in ('Conv', 'Gemm', 'MatMul') and len(quantised) == 2
+            activation, weight = quantised
+            assert weight.input[0] in constants and constants[weight.input[1]].size > 1
+            assert constants[activation.input[1]].ndim == 0
+            assert all((constants[q.input[2]] == 0).all() and constants[q.input[2]].dtype == np.int8 for q in quantised)
+
+
+@pytest.mark.slow
+def test_int8_of_a_trained_network(tmp_path):
+    data, output = tmp_path / 'digits', tmp_path / 'output'
+    write_digits(data)
+    train([
+        '--config', str(Path(__file__).parent.parent / 'configs/quickstart.yaml'), '--model', 'flatten_pvt_v2_b0',
+        '--data-dir', str(data), '--output', str(output), '--experiment', 'run', '--epochs', '4', '--workers', '0'])
+    path = tmp_path / 'model.onnx'
+    assert run_export(
+        'flatten_pvt_v2_b0', '--checkpoint', output / 'run' / 'model_best.pth.tar', '--int8', data / 'train',
+        '--img-size', 32, '-o', path) == 0
+    about = json.loads(description_of(path).read_text())
+    assert about['outputs'] == [{'name': 'logits', 'classes': 10, 'label_names': [str(i) for i in range(10)]}]
+    assert about['int8']['images'] == 256
+    assert about['int8']['top1_agreement'] >= 0.97 and about['int8']['largest_difference'] < 0.1
+
+
+@pytest.mark.parametrize(('options', 'message'), [
+    ((), 'must hold at least two images'),
+    (('--half',), '--int8 starts from --format onnx in float32'),
+    (('--format', 'pt2'), '--int8 starts from --format onnx in float32'),
+])
+def test_int8_of_what_cannot_be(options, message, tmp_path, capsys):
+    write_images(tmp_path / 'images', number=1)
+    path = tmp_path / f'model.{"pt2" if "pt2" in options else "onnx"}'
+    assert run_export('test_resnet', *options, '--int8', tmp_path / 'images', '-o', path) == 2
+    assert message in capsys.readouterr().err and not path.exists()
 
 
 def test_sizes_to_compare_at():
@@ -190,13 +285,17 @@ def test_checkpoint(format, tmp_path):
     torch.manual_seed(0)
     trained = timm.create_model('flatten_deit_t', num_classes=7, depth=2).eval()
     torch.nn.init.normal_(trained.pos_embed)
-    torch.save({'state_dict': trained.state_dict(), 'args': {'model_kwargs': {'depth': 2}}}, tmp_path / 'last.pth.tar')
+    names = list('abcdefg')
+    torch.save(
+        {'state_dict': trained.state_dict(), 'args': {'model_kwargs': {'depth': 2}}, 'label_names': names},
+        tmp_path / 'last.pth.tar')
     path = tmp_path / f'deit.{format}'
     assert run_export(
         'flatten_deit_t', '--checkpoint', tmp_path / 'last.pth.tar', '--img-size', 64, '--format', format, '-o', path,
     ) == 0
     about = json.loads(description_of(path).read_text())
-    assert about['outputs'][0]['classes'] == 7 and about['weights'] == 'last.pth.tar'
+    assert about['outputs'] == [{'name': 'logits', 'classes': 7, 'label_names': names}]
+    assert about['weights'] == 'last.pth.tar'
     trained.set_input_size((64, 64))
     assert_same(path, trained, [(1, 64, 64)])
 

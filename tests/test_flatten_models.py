@@ -4,6 +4,7 @@ import math
 import sys
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -271,6 +272,85 @@ def test_any_size_in_dynamic_mode(name, size):
         assert feature.shape == (2, channels, *(-(-s // stride) for s in size))
 
 
+@pytest.mark.parametrize('name', sorted({*SMALL} - FIXED_SIZE))
+def test_networks_for_any_size_say_so(name):
+    plain, asked = create_small(name), create_small(name, dynamic_img_size=True)
+    x = torch.randn(1, 3, 40, 96)
+    assert torch.equal(plain(x), asked(x))
+    with pytest.raises(ValueError, match='dynamic_img_size=False.*any size'):
+        create_small(name, dynamic_img_size=False)
+
+
+@pytest.mark.parametrize('feature_cls', ['getter', 'list', 'dict', 'hook', 'fx', timm.models.FeatureListNet], ids=str)
+@pytest.mark.parametrize('name', [*SMALL, 'ea_resnet50'])
+def test_feature_maps_are_nchw_however_they_are_taken(name, feature_cls):
+    kwargs = {**SMALL.get(name, {}), 'features_only': True, 'out_indices': (1, 3)}
+    if name in FIXED_SIZE and feature_cls != 'getter':
+        with pytest.raises(ValueError, match='feature_cls.*getter.*channels last'):
+            timm.create_model(name, feature_cls=feature_cls, **kwargs)
+        return
+    backbone = timm.create_model(name, feature_cls=feature_cls, **kwargs).eval()
+    maps = backbone(torch.randn(1, 3, 64, 64))
+    maps = maps.values() if isinstance(maps, dict) else maps
+    info = backbone.feature_info
+    assert [tuple(y.shape[1:]) for y in maps] == [
+        (channels, 64 // stride, 64 // stride)
+        for channels, stride in zip(info.channels(), info.reduction(), strict=True)]
+
+
+@official_families
+@pytest.mark.parametrize('output_stride', [8, 16, 32])
+def test_output_stride(name, output_stride):
+    plain = create_small(name, features_only=True, attn_types='linear', **dynamic(name))
+    backbone = create_small(
+        name, features_only=True, attn_types='linear', output_stride=output_stride, **dynamic(name))
+    strides = [min(stride, output_stride) for stride in (4, 8, 16, 32)]
+    assert backbone.feature_info.reduction() == strides
+    for size in (64, 64), (101, 52):
+        assert [y.shape[2:] for y in backbone(torch.randn(1, 3, *size))] == [
+            tuple(-(-s // stride) for s in size) for stride in strides]
+
+    x = torch.randn(1, 3, 64, 64)
+    model = create_small(name, output_stride=output_stride)
+    model.load_state_dict(filter_for(name)(create_small(name).state_dict(), model))  # positions are resampled
+    y = model(x)
+    y.sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    torch.testing.assert_close(torch.jit.script(model)(x), y)
+    torch.testing.assert_close(create_small(name, output_stride=output_stride, **dynamic(name))(x),
+                               create_small(name, output_stride=output_stride)(x))
+
+    # at the positions of the undilated network, every embedding gives what it gives there
+    stages = [getattr(network, 'model', network) for network in (plain, backbone)]
+    stages = [getattr(network, 'layers', None) or list(network.children())[-4:] for network in stages]
+    for i, (before, after) in enumerate(zip(*stages, strict=True)):
+        embeddings = [getattr(stage, 'patch_embed', getattr(stage, 'downsample', None)) for stage in (before, after)]
+        if i == 0 or embeddings[0] is None:
+            continue
+        fine, step = (2 * 2 ** i // strides[i - 1], 4 * 2 ** i // strides[i])
+        channels = backbone.feature_info.channels()[i - 1]
+        y = torch.randn(1, 8 * fine, 4 * fine, channels)
+        inputs = [y[:, ::fine, ::fine], y]
+        if name != 'flatten_swin_t':
+            inputs = [z.permute(0, 3, 1, 2) for z in inputs]
+        embeddings[1].load_state_dict(embeddings[0].state_dict())
+        expected, dilated = (embedding(z) for embedding, z in zip(embeddings, inputs, strict=True))
+        assert expected.shape[1:3] == (4, 2)
+        torch.testing.assert_close(dilated[:, ::step, ::step], expected)
+
+
+@official_families
+def test_output_strides_that_are_none(name):
+    for output_stride in 4, 12, 64:
+        with pytest.raises(ValueError, match=f'output_stride must be.*got {output_stride}'):
+            create_small(name, output_stride=output_stride)
+    if name == 'flatten_swin_t':
+        with pytest.raises(ValueError, match='output_stride.*img_size=.*dynamic_img_size=True'):
+            create_small(name, output_stride=16).set_input_size((96, 96))
+        with pytest.raises(ValueError, match='patch size of 16, got 8'):
+            create_small(name, patch_size=16, output_stride=8)
+
+
 @fixed_size_families
 def test_strict_mode_says_what_it_expects(name):
     model = create_small(name)
@@ -293,11 +373,16 @@ def test_native_size_can_be_changed(name):
 @families
 def test_training_uses_of_timm(name):
     model = create_small(name)
-    # positions and scales are decayed, as in the official recipe; norms, biases and window tables are not
+    parameters = dict(model.named_parameters())
+    # positions and scales are decayed, as in the official recipe; norms, biases and window tables are not, nor is what
+    # the authors of DeiT exempt
+    assert model.no_weight_decay() & parameters.keys() == {
+        key for key in parameters
+        if key.endswith('relative_position_bias_table') or 'deit' in name and key == 'pos_embed'}
     groups = param_groups_weight_decay(model, 0.05, no_weight_decay_list=model.no_weight_decay())
     decayed = {id(p) for group in groups if group['weight_decay'] for p in group['params']}
-    for key, parameter in model.named_parameters():
-        plain = parameter.ndim <= 1 or key.endswith('relative_position_bias_table') or key in model.no_weight_decay()
+    for key, parameter in parameters.items():
+        plain = parameter.ndim <= 1 or key in model.no_weight_decay()
         assert (id(parameter) in decayed) != plain, key
     scales = {g['lr_scale'] for g in param_groups_layer_decay(model, 0.05, layer_decay=0.7)}
     assert len(scales) >= 6  # stem, five blocks, head
@@ -411,6 +496,8 @@ def test_features_of_fewer_stages(name):
 
 @pytest.mark.parametrize(('arguments', 'message'), [
     ({'num_classes': -1}, 'num_classes'),
+    *[({'depths': depths}, 'depths') for depths in ((), (2, -1, 2, 2), (2, 0.5, 2, 2), 3)],
+    *[({'depth': depth}, 'depth') for depth in (-1, 0, 1.5)],
     ({'num_classes': 2.5}, 'num_classes'),
     ({'focusing_factor': math.inf}, 'focusing_factor'),
     ({'focusing_factor': math.nan}, 'focusing_factor'),
@@ -419,10 +506,18 @@ def test_features_of_fewer_stages(name):
 ], ids=str)
 @pytest.mark.parametrize('name', [*SMALL, 'ea_resnet50'])
 def test_arguments_out_of_range(name, arguments, message):
-    if name == 'ea_resnet50' and not {*arguments} <= {'num_classes', 'drop_rate', 'drop_path_rate'}:
+    known = {'num_classes', 'drop_rate', 'drop_path_rate', *SMALL.get(name, {})}
+    if name == 'ea_resnet50' and not {*arguments} <= known or {*arguments} & {'depth', 'depths'} - known:
         pytest.skip('has no such argument')
-    with pytest.raises(ValueError, match=message):
-        timm.create_model(name, **{**SMALL.get(name, {}), **arguments}, device='meta')
+    for wrapping in {}, {'features_only': True}:
+        with pytest.raises(ValueError, match=f'{message} must'):
+            timm.create_model(name, **{**SMALL.get(name, {}), **arguments}, **wrapping, device='meta')
+    if 'num_classes' in arguments:
+        model = timm.create_model(name, **SMALL.get(name, {}), device='meta')
+        with pytest.raises(ValueError, match=f'{message} must'):
+            model.reset_classifier(arguments['num_classes'])
+        model.reset_classifier(np.int64(3))
+        assert model.get_classifier().out_features == model.num_classes == 3
 
 
 @pytest.mark.parametrize(('name', 'argument'), [

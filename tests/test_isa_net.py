@@ -89,6 +89,8 @@ def test_any_size_and_a_batch_of_one(small, size):
     ('ea_resnet50', {}),
     ('issa_resnet50', {'attn_kwargs': {'group_size': 4}}),
     ('convnext_atto', {'drop_path_rate': 0.1}),
+    ('flatten_pvt_v2_b0', {'depths': (1, 1, 1, 1)}),
+    ('flatten_swin_t', {'depths': (1, 1, 2, 1), 'dynamic_img_size': True}),
 ])
 def test_backbones(backbone, kwargs):
     model = isa_net(backbone, 3, group_size=(4, 2), backbone_kwargs=kwargs)
@@ -156,7 +158,7 @@ def test_training_fits_a_picture():
 
 
 @pytest.mark.parametrize('args, message', [
-    ({'backbone': 'flatten_pvt_v2_b0'}, "backbone 'flatten_pvt_v2_b0' with output_stride=8: .*; choose a network"),
+    ({'backbone': 'pvt_v2_b0'}, "backbone 'pvt_v2_b0' with output_stride=8: .*; choose a network"),
     ({'backbone': 'vgg11'}, "backbone 'vgg11' with output_stride=8; choose a network"),
     ({'num_classes': 0}, 'num_classes must be positive, got 0'),
     ({'group_size': 0}, r'group_size must be two positive integers, got \(0, 0\)'),

@@ -2,6 +2,7 @@
 import pytest
 import timm
 import torch
+from timm.models._features import FeatureGetterNet
 
 from flatten_zoo import EfficientAttention, FocusedLinearAttention, replace_attention
 
@@ -123,7 +124,9 @@ def test_efficient_attention_in_a_vit(class_token, qkv_bias):
     ('deit_tiny_patch16_224', {}, dict(kernel_size=4), 'kernel_size.*4'),
     ('swin_tiny_patch4_window7_224', {}, dict(kernel_size=4), 'kernel_size.*4'),
     ('swin_tiny_patch4_window7_224', {}, dict(img_size=96), 'img_size'),
-    ('swin_tiny_patch4_window7_224', {}, dict(attention='efficient'), 'VisionTransformer'),
+    ('swin_tiny_patch4_window7_224', {}, dict(attention='efficient'), 'SwinTransformer$'),
+    ('pvt_v2_b0', {}, dict(attention='efficient'), 'PyramidVisionTransformerV2$'),
+    ('deit_tiny_patch16_224', {}, dict(attention='efficient', img_size=64, kernel_size=3), 'img_size, kernel_size$'),
     ('pvt_v2_b0', {}, dict(kernel_size=4), 'kernel_size.*4'),
 ])
 def test_what_cannot_be_converted_says_why_and_stays(name, model_kwargs, kwargs, reason):
@@ -144,6 +147,18 @@ def test_efficient_attention_without_biases_frozen_and_scripted():
     torch.testing.assert_close(torch.jit.script(model)(x), model(x))
 
 
+@sources
+@pytest.mark.parametrize('attention', ['focused_linear', 'efficient'])
+def test_networks_for_features_are_named_and_can_be_made_afterwards(name, attention):
+    backbone = create(name, features_only=True)
+    with pytest.raises(ValueError, match=f'{type(backbone).__name__}.*features_only.*FeatureGetterNet'):
+        replace_attention(backbone, attention)
+    if attention == 'focused_linear':
+        backbone = FeatureGetterNet(replace_attention(create(name), **size_for(name)), out_indices=(0, 2))
+        channels = backbone.feature_info.channels()
+        assert [y.shape[1] for y in backbone(torch.randn(1, 3, 64, 64))] == channels and len(channels) == 2
+
+
 def test_unknown_networks_are_refused():
     with pytest.raises(ValueError, match='ResNet.*VisionTransformer'):
         replace_attention(timm.create_model('test_resnet'))
@@ -155,6 +170,8 @@ def test_unknown_networks_are_refused():
         replace_attention(timm.models.vision_transformer.VisionTransformer(
             img_size=32, depth=1, embed_dim=48, num_heads=3,
             block_fn=timm.models.vision_transformer.ParallelScalingBlock), 'efficient')
+    with pytest.raises(ValueError, match='efficient.*ResNet'):
+        replace_attention(timm.create_model('test_resnet'), 'efficient')
     for name in SMALL:
         with pytest.raises(ValueError, match='cannot|already'):
             replace_attention(replace_attention(create(name)))

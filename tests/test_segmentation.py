@@ -139,7 +139,7 @@ def test_batches_are_padded(example):
     (['--shapes', '4'], '--batch-size 16 is more than the 4 training images'),
     (['--backbone', 'flatten_pvt_v2_b9'], "unknown model 'flatten_pvt_v2_b9'; did you mean flatten_pvt_v2_b"),
     (['--backbone', 'flatten_deit_t'], 'cannot build upernet with --backbone flatten_deit_t'),
-    (['--model', 'isa_net', '--backbone', 'flatten_pvt_t'], 'choose a network that can be dilated'),
+    (['--model', 'isa_net', '--backbone', 'pvt_v2_b0'], 'choose a network that can be dilated'),
 ])
 def test_example_with_bad_arguments(example, tmp_path, arguments, message):
     with pytest.raises(UsageError, match=message):

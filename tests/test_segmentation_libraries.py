@@ -72,11 +72,23 @@ def test_smp_frozen_encoder():
     assert all(p.grad is not None for p in model.decoder.parameters())
 
 
-def test_smp_dilated():
-    """The attention ResNets take an output stride, so that smp's dilated decoders do too."""
-    model = smp.DeepLabV3('tu-ea_resnet50', encoder_weights=None, classes=3, encoder_output_stride=8)
-    assert [f.shape[-1] for f in model.encoder(torch.randn(1, 3, 64, 64))] == [64, 32, 16, 8, 8, 8]
-    train_step(model, torch.randn(2, 3, 64, 64), 3)
+SMALL_PVT = dict(depths=(1, 1, 2, 1), embed_dims=(16, 32, 40, 64))
+SMALL_SWIN = dict(depths=(1, 1, 2, 1), embed_dim=16, num_heads=(1, 2, 4, 8), window_size=2, dynamic_img_size=True)
+SMALL_CSWIN = dict(depths=(1, 1, 2, 1), embed_dim=16, num_heads=(2, 2, 4, 8), split_sizes=2)
+
+
+@pytest.mark.parametrize('architecture, output_stride', [('DeepLabV3', 8), ('PAN', 16)])
+@pytest.mark.parametrize('name, kwargs', [
+    ('ea_resnet50', {}), ('flatten_pvt_t', SMALL_PVT), ('flatten_pvt_v2_b0', SMALL_PVT),
+    ('flatten_swin_t', SMALL_SWIN), ('flatten_cswin_t', SMALL_CSWIN),
+])
+def test_smp_dilated(name, kwargs, architecture, output_stride):
+    """Networks that take an output stride serve smp's dilated decoders."""
+    model = getattr(smp, architecture)(
+        f'tu-{name}', encoder_weights=None, classes=3, encoder_output_stride=output_stride, **kwargs)
+    x = torch.randn(2, 3, 128, 128)
+    assert [f.shape[-1] for f in model.encoder(x)] == [128, 64, 32, 16, 128 // output_stride, 128 // output_stride]
+    train_step(model, x, 3)
 
 
 def test_smp_deit():

@@ -8,7 +8,7 @@ import torch
 from timm.task import ClassificationTask
 
 from flatten_zoo.errors import report_usage_errors
-from flatten_zoo.training.divergence import Divergence, EpochLoss, check_weights
+from flatten_zoo.training.divergence import Divergence, EpochLoss, check_weights, remedies
 from flatten_zoo.training.engine import Trainer
 from flatten_zoo.training.options import train_parser
 from flatten_zoo.training.train import main, prepare
@@ -48,6 +48,12 @@ def break_loss(monkeypatch, batch: int, value: float) -> None:
         return {**result, 'loss': result['loss'] * value} if len(calls) == batch else result
 
     monkeypatch.setattr(ClassificationTask, 'forward', forward)
+
+
+def test_the_highest_rate_is_to_be_lowered():
+    for argv, said in (('', '--lr than 0.1'), ('--warmup-lr 1e6', '--warmup-lr than 1e+06'),
+                       ('--warmup-lr 1e6 --warmup-epochs 0', '--lr than 0.1'), ('--min-lr 9', '--min-lr than 9')):
+        assert remedies(train_parser().parse_args(['--lr', '.1', *argv.split()])).startswith(f'try a lower {said}, ')
 
 
 @pytest.mark.parametrize('options', ['', '--amp', '--amp --amp-dtype bfloat16 --clip-grad 1', '--model-ema'])

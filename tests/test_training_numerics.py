@@ -177,5 +177,5 @@ def test_more_refusals(tmp_path, images):
         prepared(tmp_path, images, '--model-dtype', 'float16', '--model-ema')
     with pytest.raises(UsageError, match='--device-modules no_such_module: No module named'):
         prepared(tmp_path, images, '--device-modules', 'no_such_module')
-    with pytest.raises(UsageError, match='--grad-accum-steps 0: must be at least 1'):
+    with pytest.raises(UsageError, match='--grad-accum-steps: expects an integer of at least 1, not 0'):
         prepared(tmp_path, images, '--grad-accum-steps', 0)

@@ -37,7 +37,8 @@ def images(tmp_path_factory):
 def run(tmp_path_factory, images):
     """Output folder of a run whose best epoch is not its last and whose options are not the defaults."""
     output = tmp_path_factory.mktemp('output')
-    options = '--epochs 3 --lr .02 --warmup-epochs 0 --model-ema --model-ema-decay .8 --crop-pct .9 --mean .5 --std .3'
+    options = ('--epochs 3 --lr .02 --warmup-epochs 0 --model-ema --model-ema-decay .8 --crop-pct .9 --mean .5 '
+               '--std .3 --tta 3')
     argv = [*MODEL, str(images), *options.split(), '--output', str(output), '--experiment', 'run']
     assert train(argv) == 0
     return output / 'run'

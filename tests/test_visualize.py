@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 from PIL import Image
 from safetensors.torch import save_file
@@ -212,6 +213,34 @@ def test_energy(name, kwargs, stages):
         torch.testing.assert_close(values, (y[0] ** 2).sum(0).div(y.shape[1]).sqrt())
 
 
+@torch.no_grad()
+def test_energy_of_pvt_v2_is_that_before_the_norms():
+    model, x = create_small('flatten_pvt_v2_b0').double(), image(64, 64)
+    energy = visualize.read_energy(model, x)
+    outputs = model.forward_intermediates(x, intermediates_only=True)
+    for i, (values, y) in enumerate(zip(energy.maps.values(), outputs, strict=True)):
+        (tokens,), normed = input_and_output(model, f'stages.{i}.norm', x)
+        torch.testing.assert_close(normed.mT.reshape_as(y), y)
+        torch.testing.assert_close(values.flatten(), tokens[0].square().mean(1).sqrt())
+        assert values.std() > 1e-3 * values.mean()
+
+
+def test_a_map_without_structure_says_so():
+    energy = {'flat': 1 + 1e-7 * torch.randn(4, 4), 'other': torch.rand(4, 4)}
+    maps = visualize.EnergyMaps(energy, dict.fromkeys(energy, 8))
+    written = texts(visualize.draw(maps, torch.rand(32, 32, 3), 'a model'))
+    assert written.count('everywhere 1') == 1 and written.count('positions, mean') == 1
+
+
+@pytest.mark.parametrize('img_size, layer, expected', [
+    ((224, 224), None, 'layer3.attn'), ((288, 224), None, 'layer3.attn'), ((288, 288), None, 'layer4.attn'),
+    ((64, 64), None, 'layer4.attn'), ((224, 224), 'layer4.attn', 'layer4.attn')])
+def test_interlaced_attention_is_shown_where_its_groups_fit(img_size, layer, expected):
+    maps = visualize.read_attention(seeded('issa_resnet50'), image(*img_size, dtype=torch.float32), layer, [(0.5, 0.5)])
+    fits = min(maps.forms['combined'].rows.shape[1:]) > 8
+    assert maps.layer == expected and ('--img-size' in maps.note) == (not fits)
+
+
 def test_points_that_share_a_position_are_shown_once():
     maps = visualize.read_attention(create_small('flatten_pvt_t'), image(64, 32, dtype=torch.float32), points=[
         (0, 0), (0.01, 0.2), (1, 1), (0.5, 0.9)])
@@ -283,8 +312,29 @@ def test_figure_says_what_it_shows(layer, words):
     assert len(panels) == 27
     height, width = maps.forms['linear'].rows.shape[1:]
     for i, ax in enumerate(panels):  # each with its query marked
-        x, y = ax.lines[0].get_xydata()[0]
+        x, y = ax.lines[0].get_xdata()[0], ax.lines[1].get_ydata()[0]
         assert (int((y + 0.5) / 64 * height), int((x + 0.5) / 64 * width)) == maps.cells[i % 9]
+
+
+def test_marks_hide_nothing_of_the_maps():
+    maps = visualize.read_attention(
+        create_small('flatten_swin_t', img_size=224), image(224, 224, dtype=torch.float32), 'layers.0.blocks.0.attn',
+        [(0.3, 0.6)])
+    figure = visualize.draw(maps, torch.rand(224, 224, 3), 'a model')
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    figure.set_layout_engine('none')
+    panels = [ax for ax in figure.axes if ax.images and ax.lines]
+    with_marks = np.array(canvas.buffer_rgba()).astype(int)
+    for ax in panels:
+        for line in ax.lines:
+            line.set_visible(False)
+    canvas.draw()
+    changed = (with_marks != canvas.buffer_rgba()).any(axis=2)[::-1]  # from below, as the extents of the panels
+    assert changed.any()
+    for ax in panels:
+        left, bottom, right, top = (round(side) for side in ax.bbox.extents)
+        assert not changed[bottom + 2:top - 2, left + 2:right - 2].any()  # within the frame
 
 
 def test_pdf(photo, tmp_path):
@@ -368,9 +418,9 @@ def test_mistakes_are_one_line_and_status_2(model, arguments, message, photo, tm
 def test_unsuited_pictures(photo, tmp_path, capsys):
     (tmp_path / 'text.png').write_text('no picture')
     (tmp_path / 'half.png').write_bytes(photo.read_bytes()[:5000])
-    Image.fromarray(np.zeros((9, 9), np.uint16)).save(tmp_path / 'deep.png')
+    Image.fromarray(np.full((9, 9), 300, np.float32)).save(tmp_path / 'deep.tif')
     for name, message in (('none.png', 'there is no picture'), ('text.png', 'cannot read'), ('half.png', 'cannot read'),
-                          ('', 'cannot read'), ('deep.png', 'more than 8 bits per channel')):
+                          ('', 'cannot read'), ('deep.tif', 'its values are from 300 to 300')):
         assert run(tmp_path / name, tmp_path / 'out.png', 'resnet10t') == 2
         captured = capsys.readouterr().err
         assert message in captured and name in captured and len(captured.splitlines()) == 2
@@ -408,8 +458,8 @@ def documented_commands():
 
 def test_documentation_has_its_pictures():
     outputs = [arguments[-1] for arguments in documented_commands()]
-    assert sorted(outputs) == sorted(f'docs/images/{path.name}' for path in (DOCS / 'images').glob('*.png'))
-    assert len(outputs) == 3 and all((DOCS.parent / output).stat().st_size < 200_000 for output in outputs)
+    assert sorted(outputs) == sorted(path.name for path in (DOCS / 'images').glob('*.png'))
+    assert len(outputs) == 3 and all((DOCS / 'images' / output).stat().st_size < 200_000 for output in outputs)
 
 
 @pytest.mark.slow
@@ -420,5 +470,5 @@ def test_documented_commands_make_the_pictures(arguments, tmp_path):
     command, _, *options, output = arguments
     assert main([command, str(tmp_path / 'china.png'), *options, str(tmp_path / 'out.png')]) == 0
     made, printed = (np.asarray(Image.open(path).convert('RGB'), float)
-                     for path in (tmp_path / 'out.png', DOCS.parent / output))
+                     for path in (tmp_path / 'out.png', DOCS / 'images' / output))
     assert made.shape == printed.shape and np.abs(made - printed).mean() < 2

@@ -43,7 +43,7 @@ def write_shards(root: Path, images: Path, shards: int = 4) -> Path:
         for number, name in enumerate(names):
             with tarfile.open(root / name, 'w') as tar:
                 for path, label in files[number::shards]:
-                    for extension, content in (('png', path.read_bytes()), ('cls', str(label).encode())):
+                    for extension, content in ((path.suffix[1:], path.read_bytes()), ('cls', str(label).encode())):
                         member = tarfile.TarInfo(f'{path.parent.name}{path.stem}.{extension}')
                         member.size = len(content)
                         tar.addfile(member, io.BytesIO(content))
@@ -73,4 +73,4 @@ def write_parquet(root: Path, images: Path, shards: int = 4) -> Path:
 
 def _labelled(split: Path) -> list[tuple[Path, int]]:
     classes = sorted(folder.name for folder in split.iterdir())
-    return [(path, classes.index(path.parent.name)) for path in sorted(split.glob('*/*.png'))]
+    return [(path, classes.index(path.parent.name)) for path in sorted(split.glob('*/*.*'))]

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.ops import box_convert, clip_boxes_to_image
 from torchvision.transforms.v2 import functional as F
 
 from ..errors import UsageError, first_line
+from ..images import IMAGE_ERRORS, open_image
 from .extras import dense_extra
 
 __all__ = ['CocoInstances', 'CocoSemantic', 'coco_index', 'coco_split', 'semantic_labels']
@@ -93,8 +93,8 @@ class CocoInstances(Dataset):
         info = self.coco.imgs[self._ids[index]]
         path = self._folder / info['file_name']
         try:
-            image = Image.open(path).convert('RGB')
-        except (OSError, SyntaxError) as e:  # Pillow's of broken PNG files
+            image = open_image(path)
+        except IMAGE_ERRORS as e:
             raise UsageError(f'cannot read image {str(path)!r}: {first_line(e)}') from e
         size = (info['height'], info['width'])
         if (image.height, image.width) != size:

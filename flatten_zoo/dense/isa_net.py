@@ -119,8 +119,8 @@ def isa_net(
     has a stem of three 3×3 convolutions: that of timm's `resnet101s`.
 
     Args:
-        backbone: Name of a timm model that takes `output_stride`: the ResNets, the zoo's with attention among them,
-            and most other convolutional networks.
+        backbone: Name of a timm model that takes `output_stride`: the zoo's but FLatten-DeiT, the ResNets and most
+            other convolutional networks.
         num_classes: Number of classes, the background among them.
         pretrained_backbone: Load the backbone's pretrained weights.
         aux_loss: Have an auxiliary head on the last stage but one.

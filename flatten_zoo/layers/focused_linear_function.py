@@ -161,7 +161,7 @@ class _Attention(torch.autograd.Function):
         if grad is None:
             return (None,) * 8
         p, num_heads = ctx.p, ctx.num_heads
-        saved = ctx.saved_tensors  # once: gradient checkpointing recomputes at each access
+        saved = ctx.saved_tensors  # once: gradient checkpointing gives them only once
         inputs, saved = saved[:6], saved[6:]
         with torch.autocast(grad.device.type, enabled=False):
             if (

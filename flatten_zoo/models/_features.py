@@ -1,8 +1,20 @@
-"""Which feature maps `features_only=True` gives."""
+"""Which feature maps `features_only=True` gives, and how."""
 import operator
 from collections.abc import Iterable
 
-__all__ = ['check_out_indices']
+from timm.models._features import FeatureGetterNet
+
+__all__ = ['check_feature_cls', 'check_out_indices']
+
+
+def check_feature_cls(feature_cls: str | type) -> None:
+    """Raises a ValueError for timm's other ways to feature maps, which would give those of a network as it holds them:
+    channels last.
+    """
+    if feature_cls not in ('getter', FeatureGetterNet):
+        raise ValueError(
+            f"feature_cls must be left out or 'getter', which gives a list of maps in NCHW, got {feature_cls!r}: this "
+            f'network keeps its maps channels last')
 
 
 def check_out_indices(out_indices: int | Iterable[int], num_features: int) -> None:

@@ -9,6 +9,7 @@ from timm.layers import get_device_dtype, resample_abs_pos_embed_nhwc, to_ntuple
 from torch import nn
 
 from ..layers import FocusedLinearAttention
+from ._arguments import check_arguments
 from ._features import check_out_indices
 from ._released import build_released_model
 
@@ -77,6 +78,7 @@ def create_pyramid(
         **kwargs,
 ) -> nn.Module:
     """Build a variant through timm, the maps of its `stages` being what `features_only=True` gives."""
+    check_arguments(**kwargs)
     out_indices = kwargs.pop('out_indices', tuple(range(len(kwargs['depths']))))
     check_out_indices(out_indices, len(kwargs['depths']))
     return build_released_model(

@@ -42,6 +42,7 @@ class PatchEmbed(timm.layers.PatchEmbed):
         else:
             # enough for any size, as the convolution leaves out what is short of a patch; an amount computed from H
             # and W would make their expressions in an exported graph grow from stage to stage
-            x = F.pad(x, (0, self.patch_size[1] - 1, 0, self.patch_size[0] - 1))
+            dilation = self.proj.dilation
+            x = F.pad(x, (0, dilation[1] * (self.patch_size[1] - 1), 0, dilation[0] * (self.patch_size[0] - 1)))
         x = self.norm(self.proj(x).permute(0, 2, 3, 1))
         return x.flatten(1, 2) if self.flatten else x

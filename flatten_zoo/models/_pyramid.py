@@ -7,6 +7,9 @@ from timm.models import checkpoint_seq
 from timm.models._features import feature_take_indices
 from torch import nn
 
+from ._arguments import check_arguments
+from ._dilation import dilate
+
 __all__ = ['PyramidStage', 'PyramidTransformer']
 
 torch.fx.wrap('resample_abs_pos_embed_nhwc')  # branches on sizes
@@ -52,12 +55,13 @@ class PyramidStage(nn.Module):
 
 
 class PyramidTransformer(nn.Module):
-    """Stages of strides 4, 8, 16, …, a final norm, average pooling and a linear classifier."""
+    """Stages of strides 4, 8, 16, … or less, a final norm, average pooling and a linear classifier."""
 
     def __init__(
             self,
             stages: Sequence[PyramidStage],
             dims: Sequence[int],
+            strides: Sequence[int],
             num_classes: int = 1000,
             in_chans: int = 3,
             global_pool: str = 'avg',
@@ -70,6 +74,7 @@ class PyramidTransformer(nn.Module):
         Args:
             stages: The stages, the first one taking the image.
             dims: Number of output channels of each stage.
+            strides: Of the stages; where one is that of the stage before, the patch embedding is dilated.
             num_classes: Number of classes, 0 for no classifier.
             in_chans: Number of image channels.
             global_pool: 'avg', or '' for none.
@@ -85,7 +90,9 @@ class PyramidTransformer(nn.Module):
         self._set_global_pool(global_pool)
         self.num_features = self.head_hidden_size = dims[-1]
         self.feature_info = [
-            dict(num_chs=dim, reduction=4 * 2 ** i, module=f'stages.{i}') for i, dim in enumerate(dims)]
+            dict(num_chs=dim, reduction=stride, module=f'stages.{i}')
+            for i, (dim, stride) in enumerate(zip(dims, strides, strict=True))]
+        dilate([stage.patch_embed for stage in stages], strides)
 
         self.stages = nn.Sequential(*stages)
         self.norm = nn.Identity() if norm is None else norm
@@ -109,6 +116,7 @@ class PyramidTransformer(nn.Module):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
+        """None but biases and norms, which timm exempts by itself: the authors decay position tensors and `scale`."""
         return set()
 
     @torch.jit.ignore
@@ -137,7 +145,11 @@ class PyramidTransformer(nn.Module):
         Args:
             num_classes: Number of classes, 0 for no classifier.
             global_pool: 'avg' or '', None to keep.
+
+        Raises:
+            ValueError: One of them is none.
         """
+        check_arguments(num_classes=num_classes)
         if global_pool is not None:
             self._set_global_pool(global_pool)
         self.num_classes = num_classes
@@ -200,7 +212,7 @@ class PyramidTransformer(nn.Module):
         return self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
     def forward_features(self, x: torch.Tensor) -> torch.Tensor:
-        """Last stage's map, shape (B, C, H / 32, W / 32)."""
+        """Last stage's map, shape (B, C, H / 32, W / 32), or of the output stride."""
         return self._norm(self.stages(x))
 
     def forward_head(self, x: torch.Tensor, pre_logits: bool = False) -> torch.Tensor:

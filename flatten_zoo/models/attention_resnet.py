@@ -17,7 +17,7 @@ from timm.models.resnet import Bottleneck
 from torch import nn
 
 from ..layers import EfficientAttention, InterlacedSparseAttention, NonLocalAttention
-from ._arguments import check_arguments
+from ._arguments import CheckedClassifier, check_arguments
 from ._features import check_out_indices
 from ._flatten import unwrap_state_dict
 
@@ -31,7 +31,7 @@ _ARCHITECTURES = {
 }
 
 
-class AttentionResNet(ResNet):
+class AttentionResNet(CheckedClassifier, ResNet):
     """timm's `ResNet` with an attention module at the end of chosen stages.
 
     Args:

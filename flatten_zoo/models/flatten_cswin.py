@@ -26,7 +26,8 @@ from torch import nn
 
 from ..layers import FocusedLinearCore
 from ..layers.attention_rows import convolution_rows, select_queries
-from ._arguments import check_arguments
+from ._arguments import check_any_size, check_arguments
+from ._dilation import stage_strides
 from ._flatten import (
     create_pyramid,
     fit_position_tensors,
@@ -274,6 +275,8 @@ class FlattenCSwin(PyramidTransformer):
             attn_drop_rate: float = 0.,
             drop_path_rate: float = 0.,
             norm_layer: type[nn.Module] = nn.LayerNorm,
+            dynamic_img_size: bool = True,
+            output_stride: int = 32,
             device=None,
             dtype=None,
     ):
@@ -298,12 +301,13 @@ class FlattenCSwin(PyramidTransformer):
             attn_drop_rate: Dropout rate of the attention weights, softmax stages only.
             drop_path_rate: Stochastic depth rate of the last block; that of the first is 0.
             norm_layer: Norm of the blocks and of the last stage's output.
+            dynamic_img_size: True, the only possibility: images of any size.
+            output_stride: 32, or 8 or 16: then the last patch embeddings are dilated instead of striding further.
 
         Raises:
             ValueError: An argument is out of its range.
         """
         dd = {'device': device, 'dtype': dtype}
-        num_stages = len(depths)
         check_arguments(
             depths,
             num_classes=num_classes,
@@ -314,6 +318,8 @@ class FlattenCSwin(PyramidTransformer):
             attn_drop_rate=attn_drop_rate,
             drop_path_rate=drop_path_rate,
         )
+        check_any_size(dynamic_img_size)
+        num_stages = len(depths)
         attn_types = resolve_attn_types(attn_types, num_stages)
         num_heads = to_ntuple(num_stages)(num_heads)
         split_sizes = to_ntuple(num_stages)(split_sizes)
@@ -321,11 +327,12 @@ class FlattenCSwin(PyramidTransformer):
             raise ValueError(f'split_sizes must be positive, got {split_sizes}')
         dims = [embed_dim * 2 ** i for i in range(num_stages)]
         drop_path_rates = calculate_drop_path_rates(drop_path_rate, depths, stagewise=True)
+        strides = stage_strides(num_stages, output_stride)
         stages = []
-        dim, grid_size = in_chans, to_2tuple(img_size)
+        dim = in_chans
         for i in range(num_stages):
             kernel_stride = (7, 4) if i == 0 else (3, 2)
-            grid_size = tuple(-(-size // kernel_stride[1]) for size in grid_size)
+            grid_size = tuple(-(-size // strides[i]) for size in to_2tuple(img_size))
             blocks = [FlattenCSwinBlock(
                 dims[i],
                 num_heads=num_heads[i],
@@ -348,6 +355,7 @@ class FlattenCSwin(PyramidTransformer):
         super().__init__(
             stages,
             dims,
+            strides,
             num_classes=num_classes,
             in_chans=in_chans,
             global_pool=global_pool,

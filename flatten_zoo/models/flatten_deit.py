@@ -14,8 +14,8 @@ from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_c
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
-from ._arguments import check_arguments
-from ._features import check_out_indices
+from ._arguments import CheckedClassifier, check_arguments
+from ._features import check_feature_cls, check_out_indices
 from ._flatten import fit_position_tensors, flatten_cfg, focused_twin, resolve_attn_types, unwrap_state_dict
 from ._patch_embed import PatchEmbed
 
@@ -76,11 +76,14 @@ class FlattenViTBlock(nn.Module):
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
-class FlattenViT(VisionTransformer):
+class FlattenViT(CheckedClassifier, VisionTransformer):
     """Vision Transformer with focused linear attention, which needs to know the grid of its tokens.
 
     From patch embedding to pooling the tokens therefore stay a (B, H, W, C) map, which is also what `forward_features`
     returns. There are no prefix tokens.
+
+    Weight decay spares biases, norms and, as in DeiT, `pos_embed`; not `scale` and `positional_encoding`, which the
+    authors of focused linear attention decay.
     """
     output_fmt = 'NHWC'
 
@@ -229,6 +232,8 @@ def checkpoint_filter_fn(checkpoint: dict, model: nn.Module) -> dict[str, torch.
 
 
 def _create_flatten_deit(variant: str, pretrained: bool = False, **kwargs) -> FlattenViT:
+    check_arguments(**kwargs)
+    check_feature_cls(kwargs.get('feature_cls', 'getter'))
     out_indices = kwargs.pop('out_indices', min(3, kwargs['depth']))
     check_out_indices(out_indices, kwargs['depth'])
     return build_model_with_cfg(

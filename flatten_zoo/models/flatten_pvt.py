@@ -16,7 +16,8 @@ from timm.models.pvt_v2 import Attention
 from torch import nn
 
 from ..layers import FocusedLinearAttention
-from ._arguments import check_arguments
+from ._arguments import check_any_size, check_arguments
+from ._dilation import stage_strides
 from ._flatten import (
     create_pyramid,
     fit_position_tensors,
@@ -131,6 +132,8 @@ class FlattenPVT(PyramidTransformer):
             attn_drop_rate: float = 0.,
             drop_path_rate: float = 0.,
             norm_layer: type[nn.Module] = LayerNorm,
+            dynamic_img_size: bool = True,
+            output_stride: int = 32,
             device=None,
             dtype=None,
     ):
@@ -154,12 +157,13 @@ class FlattenPVT(PyramidTransformer):
             attn_drop_rate: Dropout rate of the attention weights, softmax stages only.
             drop_path_rate: Stochastic depth rate of the last block; that of the first is 0.
             norm_layer: Norm of the blocks.
+            dynamic_img_size: True, the only possibility: images of any size.
+            output_stride: 32, or 8 or 16: then the last patch embeddings are dilated instead of striding further.
 
         Raises:
             ValueError: An argument is out of its range.
         """
         dd = {'device': device, 'dtype': dtype}
-        num_stages = len(depths)
         check_arguments(
             depths,
             num_classes=num_classes,
@@ -172,16 +176,19 @@ class FlattenPVT(PyramidTransformer):
             attn_drop_rate=attn_drop_rate,
             drop_path_rate=drop_path_rate,
         )
+        check_any_size(dynamic_img_size)
+        num_stages = len(depths)
         attn_types = resolve_attn_types(attn_types, num_stages)
         num_heads = to_ntuple(num_stages)(num_heads)
         sr_ratios = to_ntuple(num_stages)(sr_ratios)
         mlp_ratios = to_ntuple(num_stages)(mlp_ratios)
         drop_path_rates = calculate_drop_path_rates(drop_path_rate, depths, stagewise=True)
+        strides = stage_strides(num_stages, output_stride)
         stages = []
-        dim, grid_size = in_chans, to_2tuple(img_size)
+        dim = in_chans
         for i in range(num_stages):
             patch_size = 4 if i == 0 else 2
-            grid_size = tuple(-(-size // patch_size) for size in grid_size)
+            grid_size = tuple(-(-size // strides[i]) for size in to_2tuple(img_size))
             patch_embed = PatchEmbed(
                 img_size=None,
                 patch_size=patch_size,
@@ -214,6 +221,7 @@ class FlattenPVT(PyramidTransformer):
         super().__init__(
             stages,
             embed_dims,
+            strides,
             num_classes=num_classes,
             in_chans=in_chans,
             global_pool=global_pool,

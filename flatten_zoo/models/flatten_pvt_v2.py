@@ -15,7 +15,8 @@ from timm.models.pvt_v2 import PyramidVisionTransformerV2
 from torch import nn
 
 from ..layers import FocusedLinearAttention
-from ._arguments import check_arguments
+from ._arguments import CheckedClassifier, check_any_size, check_arguments
+from ._dilation import dilate, stage_strides
 from ._flatten import (
     create_pyramid,
     fit_position_tensors,
@@ -89,15 +90,16 @@ def flatten_stages(
             if type(block.attn) is not pvt_v2.Attention:
                 raise ValueError(f"cannot replace a {type(block.attn).__name__}: only PVTv2's Attention")
     for i in linear_stages:
-        grid_size = tuple(-(-size // (4 * 2 ** i)) for size in to_2tuple(img_size))
+        grid_size = tuple(-(-size // model.feature_info[i]['reduction']) for size in to_2tuple(img_size))
         for block in model.stages[i].blocks:
             block.attn = FlattenPVTv2Attention(block.attn, grid_size, **kwargs)
 
 
-class FlattenPVTv2(PyramidVisionTransformerV2):
+class FlattenPVTv2(CheckedClassifier, PyramidVisionTransformerV2):
     """Pyramid Vision Transformer v2 whose attention is focused linear attention over each stage's whole grid.
 
-    Takes images of any size.
+    Takes images of any size. As in the official training, weight decay spares biases and norms alone, not `scale` and
+    `positional_encoding`.
     """
 
     def __init__(
@@ -107,6 +109,8 @@ class FlattenPVTv2(PyramidVisionTransformerV2):
             attn_types: str | Sequence[str] = 'linear',
             focusing_factor: float = 3,
             kernel_size: int = 5,
+            dynamic_img_size: bool = True,
+            output_stride: int = 32,
             **kwargs,
     ):
         """
@@ -115,11 +119,18 @@ class FlattenPVTv2(PyramidVisionTransformerV2):
             attn_types: 'linear' or 'softmax', for all stages or for each.
             focusing_factor: Power of the focused function, linear stages only.
             kernel_size: Size of the attention's depthwise convolution, linear stages only.
+            dynamic_img_size: True, the only possibility: images of any size.
+            output_stride: 32, or 8 or 16: then the last patch embeddings are dilated instead of striding further.
             **kwargs: Arguments of timm's PyramidVisionTransformerV2. `sr_ratios`, `linear` and `attn_drop_rate`
                 concern the softmax stages alone.
         """
+        check_any_size(dynamic_img_size)
         check_arguments(**{'depths': (3, 4, 6, 3), **kwargs})
         super().__init__(**kwargs)
+        strides = stage_strides(len(self.depths), output_stride)
+        dilate([self.patch_embed, *(stage.downsample for stage in self.stages[1:])], strides)
+        for info, stride in zip(self.feature_info, strides, strict=True):
+            info['reduction'] = stride
         attn_types = resolve_attn_types(attn_types, len(self.depths))
         flatten_stages(self, attn_types, img_size, focusing_factor=focusing_factor, kernel_size=kernel_size)
         for module in self.modules():

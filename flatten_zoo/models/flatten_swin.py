@@ -15,8 +15,9 @@ from timm.models import generate_default_cfgs, register_model, swin_transformer
 from timm.models.swin_transformer import PatchMerging, SwinTransformer, SwinTransformerBlock
 from torch import nn
 
-from ._arguments import check_arguments
-from ._features import check_out_indices
+from ._arguments import CheckedClassifier, check_arguments
+from ._dilation import dilations, stage_strides
+from ._features import check_feature_cls, check_out_indices
 from ._flatten import (
     fit_position_tensors,
     flatten_cfg,
@@ -70,17 +71,19 @@ class FlattenSwinBlock(nn.Module):
         return x + self.drop_path2(self.mlp(self.norm2(x)))
 
 
+def shift_regions(size: int, window: int, shift: int, device: torch.device) -> torch.Tensor:
+    """Windows × positions: which of the regions that a shift brings together a position along one side is from."""
+    positions = torch.arange(size, device=device)
+    return ((positions >= size - window).int() + (positions >= size - shift).int()).reshape(-1, window)
+
+
 def shift_mask(x: torch.Tensor, window_size: tuple[int, int], shift_size: tuple[int, int]) -> torch.Tensor:
     """timm's attention mask of shifted windows over a (B, H, W, C) map, in a form that symbolic tracing follows.
 
     In the last windows, positions that the shift brought together from opposite borders do not attend to each other.
     """
-    regions = []
-    for size, window, shift in zip((x.shape[1], x.shape[2]), window_size, shift_size, strict=True):
-        positions = torch.arange(size, device=x.device)
-        regions.append((positions >= size - window).int() + (positions >= size - shift).int())
-    rows, columns = (
-        region.reshape(-1, window) for region, window in zip(regions, window_size, strict=True))
+    rows = shift_regions(x.shape[1], window_size[0], shift_size[0], x.device)
+    columns = shift_regions(x.shape[2], window_size[1], shift_size[1], x.device)
     region = 3 * rows[:, None, :, None] + columns[None, :, None, :]
     region = region.flatten(2).flatten(0, 1)
     return (region[:, None] != region[:, :, None]).to(x.dtype) * -100
@@ -122,6 +125,36 @@ class EvenPatchMerging(PatchMerging):
         return self.reduction(self.norm(x))
 
 
+class DilatedPatchMerging(PatchMerging):
+    """timm's patch merging without its stride: patches of positions that are `dilation` apart, at every position."""
+    dilation: int
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        H, W, d = x.shape[1], x.shape[2], self.dilation
+        x = F.pad(x, (0, 0, 0, d, 0, d))
+        x = torch.cat([x[:, :H, :W], x[:, d:, :W], x[:, :H, d:], x[:, d:, d:]], dim=-1)
+        return self.reduction(self.norm(x))
+
+
+def dilate_stages(model: SwinTransformer, output_stride: int) -> None:
+    """Let the stages of a fresh Swin stride no further than `output_stride`, in place; windows are of as many positions
+
+    Raises:
+        ValueError: output_stride is not 8, 16 or 32.
+    """
+    patch_size = model.feature_info[0]['reduction']
+    strides = stage_strides(len(model.layers), output_stride, patch_size)
+    for i, dilation in dilations(strides).items():
+        stage = model.layers[i]
+        stage.downsample.__class__ = DilatedPatchMerging
+        stage.downsample.dilation = dilation
+        scale = strides[i] // patch_size
+        stage.input_resolution = stage.output_resolution = tuple(-(-n // scale) for n in model.patch_embed.grid_size)
+        for block in stage.blocks:
+            block.set_input_size(stage.output_resolution, model._ref_window_sizes[i])
+        model.feature_info[i]['reduction'] = strides[i]
+
+
 _EXPORTABLE = {SwinTransformerBlock: WindowBlock, PatchMerging: EvenPatchMerging}  # same tensors, same results
 
 
@@ -146,8 +179,22 @@ def flatten_stages(model: SwinTransformer, attn_types: Sequence[str], **kwargs) 
         stage.blocks = nn.Sequential(*[FlattenSwinBlock(block, **kwargs) for block in stage.blocks])
 
 
-class FlattenSwin(SwinTransformer):
-    """Swin Transformer with focused linear attention over the whole grid in its linear stages."""
+class FlattenSwin(CheckedClassifier, SwinTransformer):
+    """Swin Transformer with focused linear attention over the whole grid in its linear stages.
+
+    It is built for one size of images, `img_size`, and windows of `window_size`. The two ways to other sizes give
+    different results, as their windows differ:
+
+    * `set_input_size` changes the one size, and the windows of the softmax stages with it, in proportion: 7 × 7 at 224
+      become 12 × 12 at 384. Position tensors and window tables are resampled. This is how the authors fine-tune at a
+      larger size: meant for training and evaluating at one other size.
+    * `dynamic_img_size=True` takes images of any size, in the windows that the network was built with, padded where
+      they do not fit; position tensors are resampled on the fly. This is how Swin serves detection and segmentation:
+      meant for images whose sizes vary.
+
+    Weight decay spares biases, norms and window tables; as in the official training not `scale` and
+    `positional_encoding`.
+    """
 
     def __init__(
             self,
@@ -157,6 +204,7 @@ class FlattenSwin(SwinTransformer):
             focusing_factor: float = 3,
             kernel_size: int = 5,
             embed_layer: type[nn.Module] = PatchEmbed,
+            output_stride: int = 32,
             **kwargs,
     ):
         """
@@ -166,16 +214,28 @@ class FlattenSwin(SwinTransformer):
             focusing_factor: Power of the focused function, linear stages only.
             kernel_size: Size of the attention's depthwise convolution, linear stages only.
             embed_layer: Patch embedding layer.
+            output_stride: 32, or 8 or 16: then the last patch mergings are dilated instead of striding further, and the
+                image size cannot be set later.
             **kwargs: Arguments of timm's SwinTransformer. Those of windows and attention dropout concern the softmax
                 stages alone.
         """
         check_arguments(**{'depths': (2, 2, 6, 2), **kwargs})
         super().__init__(img_size, embed_layer=embed_layer, **kwargs)
+        dilate_stages(self, output_stride)
         attn_types = resolve_attn_types(attn_types, self.num_layers)
         flatten_stages(self, attn_types, focusing_factor=focusing_factor, kernel_size=kernel_size)
         for module in self.modules():
             if type(module) in _EXPORTABLE:  # timm's stages have no argument for these classes
                 module.__class__ = _EXPORTABLE[type(module)]
+
+    @torch.jit.ignore
+    def set_input_size(self, *args, **kwargs) -> None:
+        """timm's; a ValueError where patch mergings are dilated."""
+        if any(isinstance(stage.downsample, DilatedPatchMerging) for stage in self.layers):
+            raise ValueError(
+                'this Swin has an output_stride below 32, and keeps its image size; build it with img_size=, or with '
+                'dynamic_img_size=True for any')
+        super().set_input_size(*args, **kwargs)
 
 
 def checkpoint_filter_fn(checkpoint: dict, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -212,6 +272,8 @@ def official_extras(model: FlattenSwin) -> dict[str, torch.Tensor]:
 
 
 def _create_flatten_swin(variant: str, pretrained: bool = False, **kwargs) -> FlattenSwin:
+    check_arguments(**kwargs)
+    check_feature_cls(kwargs.get('feature_cls', 'getter'))
     out_indices = kwargs.pop('out_indices', tuple(range(len(kwargs['depths']))))
     check_out_indices(out_indices, len(kwargs['depths']))
     return build_released_model(

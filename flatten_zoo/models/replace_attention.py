@@ -3,6 +3,7 @@ from collections.abc import Sequence
 
 import torch
 from timm.layers import get_device_dtype
+from timm.models import FeatureInfo
 from timm.models.pvt_v2 import PyramidVisionTransformerV2
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import Attention, VisionTransformer
@@ -99,9 +100,16 @@ def replace_attention(
     if attention not in ('focused_linear', 'efficient'):
         raise ValueError(f"attention must be 'focused_linear' or 'efficient', got '{attention}'")
     before = set(model.modules())
+    if isinstance(getattr(model, 'feature_info', None), FeatureInfo):
+        raise ValueError(
+            f'cannot convert a {type(model).__name__}, what features_only=True makes of a network; convert the '
+            f'network, then wrap it: timm.models._features.FeatureGetterNet(network, out_indices=...)')
     if attention == 'efficient':
-        if not isinstance(model, VisionTransformer) or img_size or kwargs:
-            raise ValueError("attention='efficient' is for a VisionTransformer, and takes no further arguments")
+        if not isinstance(model, VisionTransformer):
+            raise ValueError(f"attention='efficient' is for a VisionTransformer, got a {type(model).__name__}")
+        if img_size or kwargs:
+            further = ', '.join([*['img_size'][:bool(img_size)], *kwargs])
+            raise ValueError(f"attention='efficient' takes no further arguments, got {further}")
         replace_by_efficient_attention(model, _chosen(where, len(model.blocks)))
     elif img_size and not isinstance(model, PyramidVisionTransformerV2):
         raise ValueError(f'img_size is for a PVTv2; a {type(model).__name__} knows its own')
@@ -115,7 +123,7 @@ def replace_attention(
     else:
         raise ValueError(
             f'cannot convert a {type(model).__name__}; what can be converted is a timm VisionTransformer without '
-            f'prefix tokens, a SwinTransformer or a PyramidVisionTransformerV2 (before any features_only wrapping)')
+            f'prefix tokens, a SwinTransformer or a PyramidVisionTransformerV2')
     for module in set(model.modules()) - before:  # the others keep their mode, such as frozen parts in eval mode
         module.training = model.training
     return model

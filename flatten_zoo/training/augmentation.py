@@ -1,8 +1,37 @@
-"""timm's augmentations, where Pillow has become stricter than they are."""
-from PIL import Image
-from timm.data import auto_augment
+"""timm's augmentations: policies that it would fail on late, and where Pillow has become stricter than they are."""
+import re
 
-__all__ = ['allow_strongest_posterize']
+from PIL import Image
+from timm.data import auto_augment, create_transform
+
+from flatten_zoo.errors import UsageError, first_line
+
+__all__ = ['allow_strongest_posterize', 'check_policy']
+
+
+def check_policy(policy: str | None) -> None:
+    """Refuse a policy of `--aa` that timm does not have, or a section of it that timm would pass over.
+
+    Raises:
+        UsageError: The policy, and what is wrong.
+    """
+    if not policy:
+        return
+    name, *sections = policy.split('-')
+    try:
+        create_transform(32, is_training=True, auto_augment=policy)
+    except Exception as e:  # assertions, missing keys and numbers that are none
+        raise UsageError(f"--aa '{policy}': no policy of timm's ({first_line(e)}); {_POLICIES}") from e
+    for section in sections:
+        if name == 'rand' and section.startswith('t'):  # a set of transforms
+            passed_over = auto_augment.rand_augment_choices(section[1:]) is auto_augment.rand_augment_choices('')
+        else:
+            passed_over = not re.search(r'\d', section)
+        if passed_over:
+            raise UsageError(f"--aa '{policy}': timm passes over '{section}'; {_POLICIES}")
+
+
+_POLICIES = "such as 'rand-m9-mstd0.5-inc1', 'augmix-m5-w4-d2' or 'original-mstd0.5'"
 
 
 def allow_strongest_posterize() -> None:

@@ -1,6 +1,8 @@
 """Command line and YAML file, checked against one parser."""
 import argparse
+import math
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,7 +14,7 @@ from flatten_zoo.errors import UsageError, unknown_name
 from flatten_zoo.files import write_beside
 from flatten_zoo.models.recorded import check_plain, shown
 
-__all__ = ['KeyValues', 'OptionParser', 'read_options_file', 'write_options_file']
+__all__ = ['KeyValues', 'Number', 'OptionParser', 'as_given', 'flag', 'read_options_file', 'write_options_file']
 
 
 class KeyValues(ParseKwargs):
@@ -23,6 +25,53 @@ class KeyValues(ParseKwargs):
             if '=' not in value:
                 raise argparse.ArgumentError(self, f"'{value}' is not KEY=VALUE")
         super().__call__(parser, namespace, values, option_string)
+
+
+class Number:
+    """The type of an option that takes finite numbers within limits.
+
+    Args:
+        kind: int or float.
+        least: Smallest number.
+        most: Largest number.
+        above: In place of `least`, what all numbers are greater than.
+    """
+
+    def __init__(self, kind: type, least: float = -math.inf, most: float = math.inf, above: float = -math.inf):
+        self.kind, self.least, self.most, self.above = kind, least, most, above
+        self.__name__ = kind.__name__  # as argparse calls it in messages
+
+    def __call__(self, text: str) -> int | float:
+        value = self.kind(text)
+        if not self.allows(value):
+            raise argparse.ArgumentTypeError(f'expects {self}, not {text}')
+        return value
+
+    def __str__(self) -> str:
+        name = 'an integer' if self.kind is int else 'a number'
+        limits = (('above', self.above), ('of at least', self.least), ('at most', self.most))
+        limits = ' and '.join(f'{word} {limit}' for word, limit in limits if math.isfinite(limit))
+        return f'{name} {limits}'.strip()
+
+    def allows(self, value: int | float) -> bool:
+        """Whether a number is finite and within the limits."""
+        finite = abs(value) <= sys.float_info.max
+        return finite and self.above < value and self.least <= value <= self.most
+
+
+class Flag(argparse.Action):
+    """An option without a value, and its opposite, which switches off again what a file has switched on.
+
+    The opposite of `--amp` is `--no-amp`, that of `--no-aug` is `--aug`.
+    """
+
+    def __init__(self, option_strings: list[str], dest: str, default: bool = False, help: str | None = None):
+        name = option_strings[0].removeprefix('--')
+        self.opposite = f"--{name.removeprefix('no-')}" if name.startswith('no-') else f'--no-{name}'
+        super().__init__([*option_strings, self.opposite], dest, nargs=0, default=default, help=help)
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, option_string != self.opposite)
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -36,6 +85,7 @@ class OptionParser(argparse.ArgumentParser):
     def __init__(self, refused: Mapping[str, str] | None = None, **kwargs):
         super().__init__(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **kwargs)
         self.refused = refused or {}
+        self.register('action', 'store_true', Flag)
         self.add_argument(
             '-c', '--config', metavar='FILE', help='YAML file of options; the command line overrides it')
 
@@ -59,7 +109,11 @@ class OptionParser(argparse.ArgumentParser):
         early = OptionParser(add_help=False)
         config = early.parse_known_args(args)[0].config
         if config:
-            self.set_defaults(**self.check(read_options_file(config), source=config))
+            try:
+                values = read_options_file(config)
+            except UsageError as e:
+                raise UsageError(f'--config: {e}') from e
+            self.set_defaults(**self.check(values, source=config))
         options = self.parse_args(args)
         del options.config
         return options
@@ -90,6 +144,17 @@ class OptionParser(argparse.ArgumentParser):
         return checked
 
 
+def flag(name: str) -> str:
+    """The option of a destination name."""
+    return '--' + name.replace('_', '-')
+
+
+def as_given(options: argparse.Namespace, *names: str) -> str:
+    """The options of these names that have a value, for messages: ' --opt sgd --momentum 0.9'."""
+    values = {name: getattr(options, name, None) for name in names}
+    return ''.join(f' {flag(name)} {value}' for name, value in values.items() if value not in (None, {}))
+
+
 class _Mismatch(Exception):
     """What was expected instead of a value."""
 
@@ -114,13 +179,13 @@ def _checked(action: argparse.Action, value: Any) -> Any:
     return value
 
 
-def _of_type(kind: type | None, value: Any) -> Any:
-    names = {bool: 'true or false', int: 'an integer', float: 'a number', str: 'text'}
-    kind = kind or str
-    if kind is float and type(value) is int:
-        return float(value)
-    if type(value) is not kind:
-        raise _Mismatch(names[kind])
+def _of_type(kind: type | Number | None, value: Any) -> Any:
+    if isinstance(kind, Number):
+        if type(value) not in (int, kind.kind) or not kind.allows(value):
+            raise _Mismatch(kind)
+        return kind.kind(value)
+    if type(value) is not (kind or str):
+        raise _Mismatch('true or false' if kind is bool else 'text')
     return value
 
 

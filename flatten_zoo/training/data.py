@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import ImageMode
 from timm.data import AugMixDataset, FastCollateMixup, create_dataset, create_loader, resolve_data_config
 from timm.data.loader import PrefetchLoader, adapt_to_chs
 from torch.utils.data import DataLoader, Dataset
 
 from flatten_zoo.errors import UsageError, first_line
+from flatten_zoo.images import IMAGE_ERRORS, eight_bits
 
 from .augmentation import allow_strongest_posterize
 from .distributed import world_size
+from .folders import open_folder
 from .numerics import Numerics
-from .sources import CheckedStream, LoadingError, check_columns, check_source
+from .sources import CheckedStream, LoadingError, check_columns, check_source, default_key
 from .views import Views
 
 __all__ = [
@@ -31,31 +34,33 @@ SPLIT_NAMES = (('train', 'training'), ('validation', 'val', 'valid', 'eval', 'ev
 class CheckedImages(Dataset):
     """A map-style data set where an unreadable image is an error that names the file.
 
-    On its own, timm goes on with the next image, and torchvision fails without the name.
+    On its own, timm goes on with the next image, and torchvision fails without the name. The images are converted as
+    in `flatten_zoo.images.eight_bits`.
+
+    Args:
+        dataset: Data set of timm or torchvision that leaves the images as they are.
+        mode: Pillow's mode to convert to.
     """
 
-    def __init__(self, dataset: Dataset):
+    def __init__(self, dataset: Dataset, mode: str):
         self.dataset = dataset
         self.dataset._max_retries = 1  # timm's own: no second image in place of the first
-
-    @property
-    def transform(self):
-        return self.dataset.transform
-
-    @transform.setter
-    def transform(self, transform):
-        self.dataset.transform = transform
+        self.mode = mode
+        self.transform = None
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         try:
-            return self.dataset[index]
-        except (OSError, SyntaxError, RuntimeError) as e:
+            image, target = self.dataset[index]
+            image = eight_bits(image, self.mode)
+        except (RuntimeError, *IMAGE_ERRORS) as e:
             if isinstance(e, RuntimeError) and not str(e).startswith('Failed to load'):  # timm's words for it
                 raise
-            raise LoadingError(f'cannot read the image {self._name(index)}; remove or replace it') from e
+            reason = f' ({first_line(e)})' if type(e) is ValueError else ''
+            raise LoadingError(f'cannot read the image {self._name(index)}{reason}; remove or replace it') from e
+        return self.transform(image) if self.transform else image, target
 
     def _name(self, index: int) -> str:
         if hasattr(self.dataset, 'filename'):
@@ -88,32 +93,43 @@ def open_dataset(
         UsageError: No such data, no such split, nothing in it, or a missing package.
     """
     root = args.data_dir
+    kind = args.dataset.lower()
     check_source(args.dataset, root, split)
-    if not args.dataset or args.dataset == 'torch/image_folder':
-        root = find_split(root, split, alone_is_fine)
+    if is_folder := not kind or kind in ('torch/image_folder', 'torch/folder'):
+        option = '--train-split' if is_training else '--split' if alone_is_fine else '--val-split'
+        root = find_split(root, split, alone_is_fine, option)
+    mode = _image_mode(args.input_img_mode, channels)
     try:
-        dataset = create_dataset(
-            args.dataset, root=root, split=split, search_split=False, is_training=is_training,
-            class_map=args.class_map, download=args.dataset_download, batch_size=batch_size, seed=args.seed,
-            repeats=args.epoch_repeats if is_training else 0, num_samples=num_samples,
-            input_img_mode=args.input_img_mode or ('RGB' if channels == 3 else 'L'),
-            input_key=args.input_key, target_key=args.target_key, trust_remote_code=args.dataset_trust_remote_code)
+        if is_folder:
+            dataset = open_folder(kind, root, args.class_map, args.input_key)
+        else:
+            dataset = create_dataset(
+                args.dataset, root=root, split=split, search_split=False, is_training=is_training,
+                class_map=args.class_map, download=args.dataset_download, batch_size=batch_size, seed=args.seed,
+                repeats=args.epoch_repeats if is_training else 0, num_samples=num_samples,
+                input_img_mode=mode if kind.startswith('tfds/') else '',  # TensorFlow decodes, others leave it to us
+                input_key=args.input_key or default_key(kind), target_key=args.target_key,
+                trust_remote_code=args.dataset_trust_remote_code)
+    except UsageError:
+        raise
     except Exception as e:
-        name = f"{args.dataset} in '{root}'" if args.dataset else f"'{root}'"
-        raise UsageError(f'cannot read the data {name}: {first_line(e)}') from e
+        name = f"--dataset {args.dataset} in '{root}'" if args.dataset else f"'{root}'"
+        mapped = f" with --class-map '{args.class_map}'" if args.class_map else ''
+        raise UsageError(f'cannot read the data {name}{mapped}: {first_line(e)}') from e
     if isinstance(dataset, torch.utils.data.IterableDataset):
-        return CheckedStream(dataset, args.dataset)
+        return CheckedStream(dataset, args.dataset, mode)
     check_columns(dataset, args.dataset)
-    return CheckedImages(dataset)
+    return CheckedImages(dataset, mode)
 
 
-def find_split(root: str | None, split: str, alone_is_fine: bool) -> str:
+def find_split(root: str | None, split: str, alone_is_fine: bool, option: str) -> str:
     """The folder or tar file of a split: `root/SPLIT`, a synonym of it as timm has them, or `root/SPLIT.tar`.
 
     Args:
         root: Folder (or tar file) of the data.
         split: Name of the split.
         alone_is_fine: Whether `root` may itself be the split, if it holds no other.
+        option: What names the split, for messages.
     """
     if not root:
         raise UsageError('no data: give its folder with --data-dir, or a data set of another kind with --dataset')
@@ -135,7 +151,23 @@ def find_split(root: str | None, split: str, alone_is_fine: bool) -> str:
     others = [name for name in inside if any(name.removesuffix('.tar') in names for names in SPLIT_NAMES)]
     if alone_is_fine and not others:
         return root
-    raise UsageError(f"no split '{split}' in '{root}', which has {', '.join((others or inside)[:5])}")
+    raise UsageError(f"{option}: no split '{split}' in '{root}', which has {', '.join((others or inside)[:5])}")
+
+
+def _image_mode(mode: str | None, channels: int) -> str:
+    """The mode of PIL that images are converted to: the given one, or that of so many channels."""
+    mode = mode or {1: 'L', 3: 'RGB'}.get(channels)
+    if mode is None:
+        raise UsageError(
+            f'--in-chans or --input-size of {channels} channels: images have 1 or 3; --input-img-mode names a mode of '
+            f'others, such as RGBA')
+    try:
+        bands = len(ImageMode.getmode(mode).bands)
+    except KeyError as e:
+        raise UsageError(f"--input-img-mode '{mode}': PIL has no such mode; RGB, L, RGBA, CMYK, …") from e
+    if bands != channels:
+        raise UsageError(f'--input-img-mode {mode} has {bands} channels where the model takes {channels}: --in-chans')
+    return mode
 
 
 def class_index(dataset: Dataset) -> dict[str, int] | None:

@@ -85,7 +85,9 @@ def check_weights(model: nn.Module, label: str) -> None:
 
 def remedies(args: argparse.Namespace) -> str:
     """What to try with these options."""
-    ideas = [f'a lower --lr than {args.lr:g}', 'more --warmup-epochs']
+    rates = {'--lr': args.lr, '--min-lr': args.min_lr} | ({'--warmup-lr': args.warmup_lr} if args.warmup_epochs else {})
+    highest = max(rates, key=rates.get)
+    ideas = [f'a lower {highest} than {rates[highest]:g}', 'more --warmup-epochs']
     if args.clip_grad is None:
         ideas.append('--clip-grad 1')
     if args.amp and args.amp_dtype == 'float16':

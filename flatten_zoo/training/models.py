@@ -1,5 +1,6 @@
 """Models by name, with the options that shape them, and the device they run on."""
 import argparse
+import copy
 import importlib
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ from flatten_zoo.errors import UsageError, first_line
 from flatten_zoo.models.build import check_model_name
 from flatten_zoo.models.recorded import check_size
 
+from .config import as_given
 from .logs import log
 
 __all__ = [
-    'build_model', 'build_training_model', 'check_fits', 'import_device_modules', 'resolve_device', 'shared_by_gpus']
+    'build_model', 'build_training_model', 'check_batch_norm', 'check_fits', 'import_device_modules', 'resolve_device',
+    'shared_by_gpus',
+]
 
 
 def import_device_modules(names: list[str] | None) -> None:
@@ -33,10 +37,10 @@ def import_device_modules(names: list[str] | None) -> None:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device of that name, or the CPU where there is no accelerator.
+    """The device of that name; for 'cuda', the default, the CPU where there is no accelerator.
 
     Raises:
-        UsageError: It is no device, or one that this machine lacks although it has others of its kind.
+        UsageError: It is no device, or one that this machine lacks.
     """
     try:
         device = torch.device(name)
@@ -45,6 +49,8 @@ def resolve_device(name: str) -> torch.device:
     if device.type == 'cpu':
         return device
     accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None and name != 'cuda':
+        raise UsageError(f"--device '{name}': this machine has none; give --device cpu")
     if accelerator is None:
         log.info('no %s device here: running on the CPU', device.type)
         return torch.device('cpu')
@@ -54,6 +60,11 @@ def resolve_device(name: str) -> torch.device:
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.benchmark = True
     return device
+
+
+_SHAPING = (
+    'num_classes', 'gp', 'img_size', 'in_chans', 'input_size', 'drop', 'drop_connect', 'drop_path', 'drop_block',
+    'bn_momentum', 'bn_eps', 'model_kwargs')
 
 
 def build_model(args: argparse.Namespace, pretrained: bool, **kwargs: Any) -> nn.Module:
@@ -67,7 +78,10 @@ def build_model(args: argparse.Namespace, pretrained: bool, **kwargs: Any) -> nn
     Raises:
         UsageError: There is no such model, it does not take an argument, or its weights cannot be had.
     """
-    check_model_name(args.model)
+    try:
+        check_model_name(args.model)
+    except UsageError as e:
+        raise UsageError(f'--model: {e}') from e
     if args.fast_norm:
         set_fast_norm()
     try:
@@ -76,7 +90,26 @@ def build_model(args: argparse.Namespace, pretrained: bool, **kwargs: Any) -> nn
             **kwargs, **args.model_kwargs)
         return create_model(pretrained=pretrained, **arguments)
     except Exception as e:
-        raise UsageError(f"cannot build the model '{args.model}': {first_line(e)}") from e
+        raise UsageError(f"cannot build the model '{args.model}'{as_given(args, *_SHAPING)}: {first_line(e)}") from e
+
+
+def check_batch_norm(model: nn.Module, input_size: tuple[int, int, int]) -> None:
+    """Refuse to train on one image at a time where batch norm then has one value of each channel.
+
+    Args:
+        model: The model.
+        input_size: Channels, height and width.
+    """
+    model = copy.deepcopy(model).to('meta').train()  # runs without memory or computation
+    try:
+        model(torch.empty(1, *input_size, device='meta'))
+    except ValueError as e:
+        if 'more than 1 value per channel' in str(e):
+            raise UsageError(
+                f"--batch-size 1: '{type(model).__name__}' has a batch norm over one position of images of "
+                f'{input_size[1]} × {input_size[2]}; give it 2 images or more, or larger ones') from e
+    except (NotImplementedError, RuntimeError):  # operators that 'meta' does not have
+        pass
 
 
 def check_fits(args: argparse.Namespace, checkpoint: Path) -> None:
@@ -118,8 +151,6 @@ def build_training_model(args: argparse.Namespace) -> nn.Module:
         raise UsageError(
             f"--train-img-sizes: '{args.model}' takes images of one size; "
             f'--model-kwargs dynamic_img_size=True lets it take others, where it knows that argument')
-    if args.pretrained_path and not Path(args.pretrained_path).is_file():
-        raise UsageError(f"--pretrained-path '{args.pretrained_path}': there is no such file")
     overlay = {'file': args.pretrained_path, 'num_classes': -1} if args.pretrained_path else None
     model = build_model(
         args,

@@ -12,12 +12,15 @@ from timm.utils.distributed import is_distributed_env
 from flatten_zoo.errors import UsageError, unknown_name
 from flatten_zoo.models.recorded import check_arguments, check_model, check_settings, shown
 
-from .config import KeyValues, OptionParser, read_options_file
+from .augmentation import check_policy
+from .config import KeyValues, Number, OptionParser, flag, read_options_file
 from .numerics import check_compilation
 from .views import MOST_VIEWS
 
 __all__ = [
-    'REFUSED', 'check_train_options', 'check_validate_options', 'recorded_options', 'train_parser', 'validate_parser']
+    'REFUSED', 'check_files', 'check_train_options', 'check_validate_options', 'recorded_options', 'train_parser',
+    'validate_parser',
+]
 
 _NAFLEX = 'left out: no model of the zoo is a NaFlex model'
 _DISTILLATION = "left out: distillation is timm's own train.py's; `flatten-zoo run` trains with it"
@@ -32,6 +35,15 @@ REFUSED = {
         'kd_temperature', 'kd_student_feature_dim', 'kd_teacher_feature_dim', 'kd_token_distill_type'), _DISTILLATION),
     **dict.fromkeys(('torchscript', 'fuser', 'aot_autograd'), _TORCHSCRIPT),
 }
+
+REAL = Number(float)
+NOT_NEGATIVE = Number(float, least=0)
+POSITIVE = Number(float, above=0)
+FRACTION = Number(float, least=0, most=1)
+PART = Number(float, above=0, most=1)
+WHOLE = Number(int, least=0)
+COUNT = Number(int, least=1)
+MOST_WORKERS = 256
 
 INTERPOLATIONS = ('bilinear', 'bicubic', 'nearest', 'lanczos', 'box', 'hamming')
 
@@ -80,7 +92,7 @@ def validate_parser() -> OptionParser:
     group = parser.add_argument_group('evaluation input')
     group.add_argument('--use-train-size', action='store_true', help="the model's training size, not its test size")
     group.add_argument('--crop-mode', type=str, choices=('squash', 'border', 'center'), help='how to crop')
-    group.add_argument('--crop-border-pixels', type=int, metavar='N', help='pixels to cut off every border')
+    group.add_argument('--crop-border-pixels', type=WHOLE, metavar='N', help='pixels to cut off every border')
     group.add_argument(
         '--real-labels', default='', type=str, metavar='FILE', help='JSON file of the reassessed ImageNet labels')
     group.add_argument(
@@ -88,16 +100,17 @@ def validate_parser() -> OptionParser:
         help='file with the indices of the classes to choose among, for data with some of the classes')
     group.add_argument(
         '--tf-preprocessing', action='store_true', help='decode and resize as TensorFlow does (needs tensorflow)')
-    group.add_argument('-b', '--batch-size', type=int, default=256, metavar='N', help='images per batch')
+    group.add_argument('-b', '--batch-size', type=COUNT, default=256, metavar='N', help='images per batch')
     group.add_argument(
         '--metrics-avg', type=str, choices=('micro', 'macro', 'weighted'),
         help='also precision, recall and F1, so averaged over the classes')
-    group.add_argument('--num-gpu', type=int, default=1, metavar='N', help='GPUs of this machine that share a batch')
+    group.add_argument('--num-gpu', type=COUNT, default=1, metavar='N', help='GPUs of this machine that share a batch')
+    _views_option(group)
     group.add_argument('--retry', action='store_true', help='try smaller batches where memory does not suffice')
     _loader_options(parser)
     _numerics_options(parser, train=False)
     group = parser.add_argument_group('output')
-    group.add_argument('--log-freq', type=int, default=10, metavar='N', help='batches between log lines')
+    group.add_argument('--log-freq', type=COUNT, default=10, metavar='N', help='batches between log lines')
     group.add_argument('--results-file', type=str, default='', metavar='FILE', help='write the results there')
     group.add_argument('--results-format', type=str, default='csv', choices=('csv', 'json'), help='as which format')
     return parser
@@ -113,11 +126,11 @@ def _dataset_options(parser: OptionParser, train: bool) -> None:
     if train:
         group.add_argument('--train-split', default='train', metavar='NAME', help='split to train on')
         group.add_argument('--val-split', default='validation', metavar='NAME', help="split to validate on, '': none")
-        group.add_argument('--train-num-samples', type=int, metavar='N', help='training images, for streams')
-        group.add_argument('--val-num-samples', type=int, metavar='N', help='validation images, for streams')
+        group.add_argument('--train-num-samples', type=COUNT, metavar='N', help='training images, for streams')
+        group.add_argument('--val-num-samples', type=COUNT, metavar='N', help='validation images, for streams')
     else:
         group.add_argument('--split', default='validation', metavar='NAME', help='split to validate on')
-        group.add_argument('--num-samples', type=int, metavar='N', help='images, for streams')
+        group.add_argument('--num-samples', type=COUNT, metavar='N', help='images, for streams')
     group.add_argument('--dataset-download', action='store_true', help='download the data if its source allows it')
     group.add_argument('--class-map', default='', type=str, metavar='FILE', help='class names in order of index')
     group.add_argument('--input-img-mode', type=str, metavar='MODE', help='PIL mode; RGB, or L for one channel')
@@ -141,12 +154,12 @@ def _model_options(parser: OptionParser) -> None:
     group.add_argument(
         '--no-resume-opt', action='store_true', help="do not continue with the checkpoint's optimizer state")
     _head_options(group)
-    group.add_argument('--head-init-scale', type=float, metavar='X', help='factor on the initial classifier weights')
-    group.add_argument('--head-init-bias', type=float, metavar='X', help='initial classifier bias')
+    group.add_argument('--head-init-scale', type=REAL, metavar='X', help='factor on the initial classifier weights')
+    group.add_argument('--head-init-bias', type=REAL, metavar='X', help='initial classifier bias')
 
 
 def _head_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument('--num-classes', type=int, metavar='N', help="classes; the model's own number if not given")
+    group.add_argument('--num-classes', type=COUNT, metavar='N', help="classes; the model's own number if not given")
     group.add_argument('--gp', type=str, metavar='TYPE', help='global pooling: fast, avg, max, avgmax, …')
     group.add_argument('--fast-norm', action='store_true', help="timm's fast norm layers where they exist")
     group.add_argument(
@@ -156,12 +169,12 @@ def _head_options(group: argparse._ArgumentGroup) -> None:
 
 def _input_options(parser: OptionParser) -> None:
     group = parser.add_argument_group('input')
-    group.add_argument('--img-size', type=int, metavar='N', help='side of the square image')
-    group.add_argument('--in-chans', type=int, metavar='N', help='channels of the image')
-    group.add_argument('--input-size', nargs=3, type=int, metavar='N', help='channels, height and width')
-    group.add_argument('--crop-pct', type=float, metavar='X', help='side of the crop / side of the resized image')
-    group.add_argument('--mean', type=float, nargs='+', metavar='X', help='mean of each channel')
-    group.add_argument('--std', type=float, nargs='+', metavar='X', help='standard deviation of each channel')
+    group.add_argument('--img-size', type=COUNT, metavar='N', help='side of the square image')
+    group.add_argument('--in-chans', type=COUNT, metavar='N', help='channels of the image')
+    group.add_argument('--input-size', nargs=3, type=COUNT, metavar='N', help='channels, height and width')
+    group.add_argument('--crop-pct', type=PART, metavar='X', help='side of the crop / side of the resized image')
+    group.add_argument('--mean', type=REAL, nargs='+', metavar='X', help='mean of each channel')
+    group.add_argument('--std', type=POSITIVE, nargs='+', metavar='X', help='standard deviation of each channel')
     group.add_argument(
         '--interpolation', default='', type=str, metavar='NAME', choices=('', *INTERPOLATIONS),
         help='how to resize: ' + ', '.join(INTERPOLATIONS))
@@ -169,11 +182,13 @@ def _input_options(parser: OptionParser) -> None:
 
 def _loader_options(parser: OptionParser) -> None:
     group = parser.add_argument_group('device and loading')
-    group.add_argument('--device', default='cuda', type=str, help='device; the CPU where there is no such device')
-    group.add_argument('-j', '--workers', type=int, default=4, metavar='N', help='processes that load images')
+    group.add_argument('--device', default='cuda', type=str, help='device; for cuda, the CPU where there is none')
+    group.add_argument(
+        '-j', '--workers', type=Number(int, least=0, most=MOST_WORKERS), default=4, metavar='N',
+        help='processes that load images')
     group.add_argument('--pin-mem', action='store_true', help='pin memory for the transfer to the device')
     group.add_argument('--no-prefetcher', action='store_true', help='no asynchronous transfer to the device')
-    group.add_argument('--seed', type=int, default=42, help='random seed')
+    group.add_argument('--seed', type=Number(int, least=0, most=2 ** 31 - 1), default=42, help='random seed')
 
 
 def _numerics_options(parser: OptionParser, train: bool) -> None:
@@ -192,7 +207,7 @@ def _numerics_options(parser: OptionParser, train: bool) -> None:
     group.add_argument('--torchcompile-mode', type=str, metavar='MODE', help='mode of the compilation')
     if train:
         group.add_argument(
-            '--grad-accum-steps', type=int, default=1, metavar='N', help='batches whose gradients make one update')
+            '--grad-accum-steps', type=COUNT, default=1, metavar='N', help='batches whose gradients make one update')
         group.add_argument(
             '--grad-checkpointing', action='store_true', help='compute activations twice to save their memory')
         group.add_argument(
@@ -202,16 +217,16 @@ def _numerics_options(parser: OptionParser, train: bool) -> None:
 def _optimizer_options(parser: OptionParser) -> None:
     group = parser.add_argument_group('optimizer')
     group.add_argument('--opt', default='sgd', type=str, metavar='NAME', help="optimizer, by timm's name")
-    group.add_argument('--opt-eps', type=float, metavar='X', help='epsilon')
-    group.add_argument('--opt-betas', type=float, nargs='+', metavar='X', help='betas')
-    group.add_argument('--momentum', type=float, default=0.9, metavar='X', help='momentum')
-    group.add_argument('--weight-decay', type=float, default=2e-5, metavar='X', help='weight decay')
-    group.add_argument('--clip-grad', type=float, metavar='X', help='limit of the gradient')
+    group.add_argument('--opt-eps', type=NOT_NEGATIVE, metavar='X', help='epsilon')
+    group.add_argument('--opt-betas', type=FRACTION, nargs='+', metavar='X', help='betas')
+    group.add_argument('--momentum', type=FRACTION, default=0.9, metavar='X', help='momentum')
+    group.add_argument('--weight-decay', type=NOT_NEGATIVE, default=2e-5, metavar='X', help='weight decay')
+    group.add_argument('--clip-grad', type=POSITIVE, metavar='X', help='limit of the gradient')
     group.add_argument('--clip-mode', type=str, default='norm', choices=('norm', 'value', 'agc'), help='of its what')
-    group.add_argument('--layer-decay', type=float, metavar='X', help='learning-rate factor from layer to layer')
-    group.add_argument('--layer-decay-min-scale', type=float, default=0, metavar='X', help='its lower limit')
+    group.add_argument('--layer-decay', type=PART, metavar='X', help='learning-rate factor from layer to layer')
+    group.add_argument('--layer-decay-min-scale', type=FRACTION, default=0, metavar='X', help='its lower limit')
     group.add_argument(
-        '--layer-decay-no-opt-scale', type=float, metavar='X', help='do not train layers with a smaller factor')
+        '--layer-decay-no-opt-scale', type=FRACTION, metavar='X', help='do not train layers with a smaller factor')
     group.add_argument(
         '--opt-kwargs', nargs='*', default={}, action=KeyValues, metavar='KEY=VALUE',
         help='more arguments of the optimizer')
@@ -223,53 +238,62 @@ def _schedule_options(parser: OptionParser) -> None:
         '--sched', type=str, default='cosine', metavar='NAME', help='schedule of the learning rate',
         choices=('cosine', 'tanh', 'step', 'multistep', 'plateau', 'poly', 'wsd', 'rsqrt', 'constant', 'none'))
     group.add_argument('--sched-on-updates', action='store_true', help='step it on every update, not every epoch')
-    group.add_argument('--lr', type=float, metavar='X', help='learning rate; from --lr-base if not given')
-    group.add_argument('--lr-base', type=float, default=0.1, metavar='X', help='learning rate at --lr-base-size')
-    group.add_argument('--lr-base-size', type=int, default=256, metavar='N', help='images per update of --lr-base')
+    group.add_argument('--lr', type=NOT_NEGATIVE, metavar='X', help='learning rate; from --lr-base if not given')
+    group.add_argument('--lr-base', type=NOT_NEGATIVE, default=0.1, metavar='X', help='learning rate at --lr-base-size')
+    group.add_argument('--lr-base-size', type=COUNT, default=256, metavar='N', help='images per update of --lr-base')
     group.add_argument(
         '--lr-base-scale', type=str, default='', choices=('', 'linear', 'sqrt'),
         help='how it scales with the images per update; sqrt for adaptive optimizers and linear otherwise if not given')
-    group.add_argument('--lr-noise', type=float, nargs='+', metavar='X', help='noise on and off, in parts of the run')
-    group.add_argument('--lr-noise-pct', type=float, default=0.67, metavar='X', help='limit of the noise')
-    group.add_argument('--lr-noise-std', type=float, default=1.0, metavar='X', help='deviation of the noise')
-    group.add_argument('--lr-cycle-mul', type=float, default=1.0, metavar='X', help='factor on the cycle length')
-    group.add_argument('--lr-cycle-decay', type=float, default=0.5, metavar='X', help='factor on each cycle')
-    group.add_argument('--lr-cycle-limit', type=int, default=1, metavar='N', help='number of cycles')
-    group.add_argument('--lr-k-decay', type=float, default=1.0, metavar='X', help='k of k-decay')
-    group.add_argument('--warmup-lr', type=float, default=1e-5, metavar='X', help='learning rate at the start')
-    group.add_argument('--min-lr', type=float, default=0, metavar='X', help='smallest learning rate')
-    group.add_argument('--epochs', type=int, default=300, metavar='N', help='epochs to train')
-    group.add_argument('--epoch-repeats', type=float, default=0.0, metavar='X', help='passes per epoch, for streams')
-    group.add_argument('--start-epoch', type=int, metavar='N', help='first epoch')
     group.add_argument(
-        '--decay-milestones', type=int, nargs='+', default=[90, 180, 270], metavar='N', help='epochs of multistep')
-    group.add_argument('--decay-epochs', type=float, default=90, metavar='X', help='epochs between decays')
-    group.add_argument('--warmup-epochs', type=int, default=5, metavar='N', help='epochs of warm-up')
+        '--lr-noise', type=FRACTION, nargs='+', metavar='X', help='noise on and off, in parts of the run')
+    group.add_argument(
+        '--lr-noise-pct', type=Number(float, least=0.01, most=1), default=0.67, metavar='X', help='limit of the noise')
+    group.add_argument(
+        '--lr-noise-std', type=Number(float, least=0, most=10), default=1.0, metavar='X', help='deviation of the noise')
+    group.add_argument(
+        '--lr-cycle-mul', type=Number(float, least=1), default=1.0, metavar='X', help='factor on the cycle length')
+    group.add_argument('--lr-cycle-decay', type=FRACTION, default=0.5, metavar='X', help='factor on each cycle')
+    group.add_argument('--lr-cycle-limit', type=COUNT, default=1, metavar='N', help='number of cycles')
+    group.add_argument('--lr-k-decay', type=POSITIVE, default=1.0, metavar='X', help='k of k-decay')
+    group.add_argument('--warmup-lr', type=NOT_NEGATIVE, default=1e-5, metavar='X', help='learning rate at the start')
+    group.add_argument('--min-lr', type=NOT_NEGATIVE, default=0, metavar='X', help='smallest learning rate')
+    group.add_argument('--epochs', type=COUNT, default=300, metavar='N', help='epochs to train')
+    group.add_argument(
+        '--epoch-repeats', type=NOT_NEGATIVE, default=0.0, metavar='X', help='passes per epoch, for streams')
+    group.add_argument('--start-epoch', type=WHOLE, metavar='N', help='first epoch')
+    group.add_argument(
+        '--decay-milestones', type=WHOLE, nargs='+', default=[90, 180, 270], metavar='N', help='epochs of multistep')
+    group.add_argument('--decay-epochs', type=POSITIVE, default=90, metavar='X', help='epochs between decays')
+    group.add_argument('--warmup-epochs', type=WHOLE, default=5, metavar='N', help='epochs of warm-up')
     group.add_argument('--warmup-prefix', action='store_true', help='warm-up comes on top of --epochs')
-    group.add_argument('--cooldown-epochs', type=int, default=0, metavar='N', help='epochs at --min-lr after the rest')
-    group.add_argument('--patience-epochs', type=int, default=10, metavar='N', help='patience of plateau')
-    group.add_argument('--decay-rate', '--dr', type=float, default=0.1, metavar='X', help='factor of each decay')
+    group.add_argument(
+        '--cooldown-epochs', type=WHOLE, default=0, metavar='N', help='epochs at --min-lr after the rest')
+    group.add_argument('--patience-epochs', type=WHOLE, default=10, metavar='N', help='patience of plateau')
+    group.add_argument('--decay-rate', '--dr', type=POSITIVE, default=0.1, metavar='X', help='factor of each decay')
 
 
 def _augmentation_options(parser: OptionParser) -> None:
     group = parser.add_argument_group('augmentation')
     group.add_argument('--no-aug', action='store_true', help='none at all')
     group.add_argument('--train-crop-mode', type=str, choices=('rrc', 'rkrc', 'rkrr'), help='how to crop at random')
-    group.add_argument('--scale', type=float, nargs='+', default=[0.08, 1.0], metavar='X', help='area of the crop')
-    group.add_argument('--ratio', type=float, nargs='+', default=[3 / 4, 4 / 3], metavar='X', help='its aspect ratio')
-    group.add_argument('--hflip', type=float, default=0.5, metavar='P', help='probability of a horizontal flip')
-    group.add_argument('--vflip', type=float, default=0.0, metavar='P', help='probability of a vertical flip')
-    group.add_argument('--color-jitter', type=float, default=0.4, metavar='X', help='colour jitter')
-    group.add_argument('--color-jitter-prob', type=float, metavar='P', help='its probability; always if not given')
-    group.add_argument('--grayscale-prob', type=float, metavar='P', help='probability of losing the colour')
-    group.add_argument('--gaussian-blur-prob', type=float, metavar='P', help='probability of a blur')
+    group.add_argument('--scale', type=POSITIVE, nargs='+', default=[0.08, 1.0], metavar='X', help='area of the crop')
+    group.add_argument(
+        '--ratio', type=POSITIVE, nargs='+', default=[3 / 4, 4 / 3], metavar='X', help='its aspect ratio')
+    group.add_argument('--hflip', type=FRACTION, default=0.5, metavar='P', help='probability of a horizontal flip')
+    group.add_argument('--vflip', type=FRACTION, default=0.0, metavar='P', help='probability of a vertical flip')
+    group.add_argument('--color-jitter', type=NOT_NEGATIVE, default=0.4, metavar='X', help='colour jitter')
+    group.add_argument('--color-jitter-prob', type=FRACTION, metavar='P', help='its probability; always if not given')
+    group.add_argument('--grayscale-prob', type=FRACTION, metavar='P', help='probability of losing the colour')
+    group.add_argument('--gaussian-blur-prob', type=FRACTION, metavar='P', help='probability of a blur')
     group.add_argument('--aa', type=str, metavar='POLICY', help="AutoAugment policy, 'original' or 'rand-m9-mstd0.5'")
     group.add_argument(
-        '--aug-repeats', type=float, default=0, metavar='X', help='augmentations of each image, on several processes')
-    group.add_argument('--aug-splits', type=int, default=0, metavar='N', help='augmentations of each image: 0 or >= 2')
-    group.add_argument('--reprob', type=float, default=0.0, metavar='P', help='probability of random erasing')
+        '--aug-repeats', type=NOT_NEGATIVE, default=0, metavar='X',
+        help='augmentations of each image, on several processes')
+    group.add_argument(
+        '--aug-splits', type=WHOLE, default=0, metavar='N', help='augmentations of each image: 0 or >= 2')
+    group.add_argument('--reprob', type=FRACTION, default=0.0, metavar='P', help='probability of random erasing')
     group.add_argument('--remode', type=str, default='pixel', choices=('pixel', 'rand', 'const'), help='its filling')
-    group.add_argument('--recount', type=int, default=1, metavar='N', help='its regions')
+    group.add_argument('--recount', type=COUNT, default=1, metavar='N', help='its regions')
     group.add_argument('--resplit', action='store_true', help='no random erasing in the first (clean) split')
     group.add_argument(
         '--train-interpolation', type=str, default='random', metavar='NAME', choices=('', 'random', *INTERPOLATIONS),
@@ -281,19 +305,22 @@ def _augmentation_options(parser: OptionParser) -> None:
 def _size_options(parser: OptionParser) -> None:
     group = parser.add_argument_group('several image sizes')
     group.add_argument(
-        '--train-img-sizes', type=int, nargs='+', metavar='N', help='sides of square images, one drawn for each batch')
-    group.add_argument('--train-batch-sizes', type=int, nargs='+', metavar='N', help='images per batch at each of them')
-    group.add_argument('--train-size-probs', type=float, nargs='+', metavar='P', help='how often each is drawn')
+        '--train-img-sizes', type=COUNT, nargs='+', metavar='N',
+        help='sides of square images, one drawn for each batch')
+    group.add_argument(
+        '--train-batch-sizes', type=COUNT, nargs='+', metavar='N', help='images per batch at each of them')
+    group.add_argument('--train-size-probs', type=NOT_NEGATIVE, nargs='+', metavar='P', help='how often each is drawn')
     group.add_argument(
         '--train-size-schedule', type=str, default='constant', choices=('constant', 'progressive'),
         help='progressive moves from the first size to the last over the epochs')
     group.add_argument(
-        '--train-size-schedule-spread', type=float, default=0.65, metavar='X',
+        '--train-size-schedule-spread', type=NOT_NEGATIVE, default=0.65, metavar='X',
         help='width of the progressive choice, in sizes')
     group.add_argument(
-        '--train-size-random-mix', type=float, default=0.1, metavar='P', help='part of it that is drawn from all sizes')
+        '--train-size-random-mix', type=FRACTION, default=0.1, metavar='P',
+        help='part of it that is drawn from all sizes')
     group.add_argument(
-        '--train-batches-per-epoch', '--train-steps-per-epoch', type=int, metavar='N', help='batches per epoch')
+        '--train-batches-per-epoch', '--train-steps-per-epoch', type=COUNT, metavar='N', help='batches per epoch')
     group.add_argument(
         '--variable-batch-loss-scale', type=str, default='none', choices=('none', 'sqrt', 'linear'),
         help='weigh the loss of a batch by (its size / --batch-size), or the square root of that')
@@ -301,30 +328,31 @@ def _size_options(parser: OptionParser) -> None:
 
 def _mixing_options(parser: OptionParser) -> None:
     group = parser.add_argument_group('loss and mixing')
-    group.add_argument('--smoothing', type=float, default=0.1, metavar='X', help='label smoothing')
-    group.add_argument('--mixup', type=float, default=0.0, metavar='X', help='mixup alpha')
-    group.add_argument('--cutmix', type=float, default=0.0, metavar='X', help='cutmix alpha')
-    group.add_argument('--cutmix-minmax', type=float, nargs='+', metavar='X', help='limits of the area cut')
-    group.add_argument('--mixup-prob', type=float, default=1.0, metavar='P', help='probability of mixing')
-    group.add_argument('--mixup-switch-prob', type=float, default=0.5, metavar='P', help='of cutmix where both are on')
+    group.add_argument('--smoothing', type=FRACTION, default=0.1, metavar='X', help='label smoothing')
+    group.add_argument('--mixup', type=NOT_NEGATIVE, default=0.0, metavar='X', help='mixup alpha')
+    group.add_argument('--cutmix', type=NOT_NEGATIVE, default=0.0, metavar='X', help='cutmix alpha')
+    group.add_argument('--cutmix-minmax', type=PART, nargs='+', metavar='X', help='limits of the area cut')
+    group.add_argument('--mixup-prob', type=FRACTION, default=1.0, metavar='P', help='probability of mixing')
+    group.add_argument(
+        '--mixup-switch-prob', type=FRACTION, default=0.5, metavar='P', help='of cutmix where both are on')
     group.add_argument(
         '--mixup-mode', type=str, default='batch', choices=('batch', 'pair', 'elem'), help='what shares a mix')
-    group.add_argument('--mixup-off-epoch', type=int, default=0, metavar='N', help='no mixing from then on, 0: never')
+    group.add_argument('--mixup-off-epoch', type=WHOLE, default=0, metavar='N', help='no mixing from then on, 0: never')
     group.add_argument('--jsd-loss', action='store_true', help='Jensen-Shannon and cross-entropy, with --aug-splits')
     group.add_argument('--bce-loss', action='store_true', help='binary cross-entropy')
     group.add_argument('--bce-sum', action='store_true', help='summed, not averaged, over the classes')
-    group.add_argument('--bce-target-thresh', type=float, metavar='X', help='make mixed targets 0 or 1 at this')
-    group.add_argument('--bce-pos-weight', type=float, metavar='X', help='weight of the positive term')
+    group.add_argument('--bce-target-thresh', type=FRACTION, metavar='X', help='make mixed targets 0 or 1 at this')
+    group.add_argument('--bce-pos-weight', type=POSITIVE, metavar='X', help='weight of the positive term')
 
 
 def _regularisation_options(parser: OptionParser) -> None:
     group = parser.add_argument_group('regularisation and batch norm')
-    group.add_argument('--drop', type=float, default=0.0, metavar='P', help='dropout')
-    group.add_argument('--drop-connect', type=float, metavar='P', help='old name of --drop-path')
-    group.add_argument('--drop-path', type=float, metavar='P', help='stochastic depth')
-    group.add_argument('--drop-block', type=float, metavar='P', help='drop block')
-    group.add_argument('--bn-momentum', type=float, metavar='X', help='batch-norm momentum')
-    group.add_argument('--bn-eps', type=float, metavar='X', help='batch-norm epsilon')
+    group.add_argument('--drop', type=FRACTION, default=0.0, metavar='P', help='dropout')
+    group.add_argument('--drop-connect', type=FRACTION, metavar='P', help='old name of --drop-path')
+    group.add_argument('--drop-path', type=FRACTION, metavar='P', help='stochastic depth')
+    group.add_argument('--drop-block', type=FRACTION, metavar='P', help='drop block')
+    group.add_argument('--bn-momentum', type=FRACTION, metavar='X', help='batch-norm momentum')
+    group.add_argument('--bn-eps', type=POSITIVE, metavar='X', help='batch-norm epsilon')
     group.add_argument('--split-bn', action='store_true', help='batch norm of its own for each augmentation split')
 
 
@@ -332,7 +360,7 @@ def _ema_options(parser: OptionParser) -> None:
     group = parser.add_argument_group('average of the weights')
     group.add_argument('--model-ema', action='store_true', help='keep (and validate) a moving average of the weights')
     group.add_argument('--model-ema-force-cpu', action='store_true', help='on the CPU, where it is not validated')
-    group.add_argument('--model-ema-decay', type=float, default=0.9998, metavar='X', help='its decay')
+    group.add_argument('--model-ema-decay', type=FRACTION, default=0.9998, metavar='X', help='its decay')
     group.add_argument('--model-ema-warmup', action='store_true', help='less decay at first')
 
 
@@ -346,23 +374,21 @@ def _distribution_options(parser: OptionParser) -> None:
         '--no-ddp-bb', action='store_true', help="do not give all processes the first one's buffers at every batch")
     group.add_argument('--synchronize-step', action='store_true', help='wait for the device after every update')
     group.add_argument(
-        '--local_rank', '--local-rank', type=int, default=0, metavar='N',
+        '--local_rank', '--local-rank', type=Number(int), default=0, metavar='N',
         help='has no effect: the number of a process is taken from the environment')
 
 
 def _output_options(parser: OptionParser) -> None:
     group = parser.add_argument_group('evaluation and output')
-    group.add_argument('-b', '--batch-size', type=int, default=128, metavar='N', help='images per training batch')
-    group.add_argument('-vb', '--validation-batch-size', type=int, metavar='N', help='the same if not given')
+    group.add_argument('-b', '--batch-size', type=COUNT, default=128, metavar='N', help='images per training batch')
+    group.add_argument('-vb', '--validation-batch-size', type=COUNT, metavar='N', help='the same if not given')
     group.add_argument('--eval-metric', type=str, default='top1', choices=('top1', 'top5', 'loss'), help='best by what')
+    _views_option(group)
+    group.add_argument('--val-interval', type=COUNT, default=1, metavar='N', help='epochs between validations')
+    group.add_argument('--log-interval', type=COUNT, default=50, metavar='N', help='batches between log lines')
+    group.add_argument('--checkpoint-hist', type=COUNT, default=10, metavar='N', help='checkpoints to keep')
     group.add_argument(
-        '--tta', type=int, default=0, metavar='N',
-        help='validate on N views of each image (centre, corners, mirror images), up to 10, and average the outputs')
-    group.add_argument('--val-interval', type=int, default=1, metavar='N', help='epochs between validations')
-    group.add_argument('--log-interval', type=int, default=50, metavar='N', help='batches between log lines')
-    group.add_argument('--checkpoint-hist', type=int, default=10, metavar='N', help='checkpoints to keep')
-    group.add_argument(
-        '--recovery-interval', type=int, default=0, metavar='N', help='updates between recovery checkpoints, 0: none')
+        '--recovery-interval', type=WHOLE, default=0, metavar='N', help='updates between recovery checkpoints, 0: none')
     group.add_argument(
         '--use-multi-epochs-loader', action='store_true',
         help="keep the loader's processes from epoch to epoch; a resumed run then has other random numbers")
@@ -378,10 +404,15 @@ def _output_options(parser: OptionParser) -> None:
     group.add_argument('--experiment', default='', type=str, metavar='NAME', help='folder in it; date, model and size')
 
 
+def _views_option(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        '--tta', type=Number(int, least=0, most=MOST_VIEWS), default=0, metavar='N',
+        help='validate on N views of each image (centre, corners, mirror images), up to 10, and average the outputs')
+
+
 NOT_RECORDED = (  # how a run began, and what would fetch or run something: for the command line to say
     'pretrained', 'pretrained_path', 'initial_checkpoint', 'start_epoch', 'no_resume_opt', 'dataset_download',
     'dataset_trust_remote_code', 'device_modules', 'log_wandb')
-MOST_WORKERS = 256
 
 
 def recorded_options(
@@ -419,8 +450,6 @@ def recorded_options(
     if timm.is_model(split_model_name_tag(model)[0]):
         arguments = {**run.get('model_kwargs', {}), 'global_pool': run.get('gp')}
         check_arguments(model, arguments, f'{source}: model_kwargs')
-    if run.get('workers', 0) > MOST_WORKERS:
-        raise UsageError(f'{source} records {shown(run["workers"])} workers; at most {MOST_WORKERS}')
     return run
 
 
@@ -430,15 +459,11 @@ def check_train_options(args: argparse.Namespace) -> None:
     Raises:
         UsageError: The option, its value and what would be right.
     """
-    _check_minimum(args, 1, 'batch_size', 'validation_batch_size', 'epochs', 'val_interval', 'log_interval',
-                   'checkpoint_hist', 'lr_base_size', 'recount', 'lr_cycle_limit', 'grad_accum_steps', *_SIZES)
-    _check_minimum(args, 0, 'workers', 'warmup_epochs', 'cooldown_epochs', 'start_epoch', 'mixup_off_epoch', 'lr',
-                   'lr_base', 'weight_decay', 'mixup', 'cutmix', 'clip_grad', 'aug_splits', 'recovery_interval', 'tta')
-    _check_probability(args, 'hflip', 'vflip', 'reprob', 'mixup_prob', 'mixup_switch_prob', 'color_jitter_prob',
-                       'grayscale_prob', 'gaussian_blur_prob', 'smoothing', 'drop', 'drop_connect', 'drop_path',
-                       'drop_block', 'model_ema_decay')
     _check_pair(args, 'scale', 'ratio', 'cutmix_minmax')
+    check_files(args, 'pretrained_path')
     _check_input(args)
+    check_policy(args.aa)
+    _check_schedule(args)
     _check_numerics(args)
     _check_sizes(args)
     _check_distribution(args)
@@ -447,16 +472,12 @@ def check_train_options(args: argparse.Namespace) -> None:
     experiment = Path(args.experiment)
     if args.experiment and (experiment.is_absolute() or '..' in experiment.parts or not experiment.name):
         raise UsageError(f"--experiment '{args.experiment}' is no folder in --output: give its name there")
-    if args.tta > MOST_VIEWS:
-        raise UsageError(f'--tta {args.tta}: there are {MOST_VIEWS} views of an image')
     if args.log_tensorboard and importlib.util.find_spec('tensorboard') is None:
         raise UsageError("--log-tensorboard needs the package tensorboard: pip install 'flatten_zoo[tensorboard]'")
     optimizer = args.opt.lower().removeprefix('lookahead_')
     if optimizer not in list_optimizers():
-        raise unknown_name('optimizer', args.opt, list_optimizers())
+        raise UsageError(f'--opt: {unknown_name("optimizer", args.opt, list_optimizers())}')
     mixing = args.mixup > 0 or args.cutmix > 0 or args.cutmix_minmax is not None
-    if args.sched == 'plateau' and (not args.val_split or args.val_interval > 1):
-        raise UsageError('--sched plateau needs a validation after every epoch: --val-split and --val-interval 1')
     if args.aug_splits == 1:
         raise UsageError('--aug-splits 1: a split needs at least 2, and 0 means none')
     if args.aug_splits and mixing:
@@ -473,48 +494,50 @@ def check_validate_options(args: argparse.Namespace) -> None:
     Raises:
         UsageError: The option, its value and what would be right.
     """
-    _check_minimum(args, 1, 'batch_size', 'log_freq', 'num_gpu', *_SIZES)
-    _check_minimum(args, 0, 'workers')
+    check_files(args, 'checkpoint')
     _check_input(args)
     _check_numerics(args)
+    if args.tta and args.tf_preprocessing:
+        raise UsageError(f'--tta {args.tta} does not go with --tf-preprocessing')
     if args.num_gpu > 1 and args.torchcompile:
         raise UsageError(f'--num-gpu {args.num_gpu} does not go with --torchcompile')
 
 
-_SIZES = ('img_size', 'in_chans', 'num_classes')
-
-
-def _check_minimum(args: argparse.Namespace, minimum: int, *names: str) -> None:
+def check_files(args: argparse.Namespace, *names: str) -> None:
+    """Refuse options that name files which are not there."""
     for name in names:
         value = getattr(args, name)
-        if value is not None and value < minimum:
-            raise UsageError(f'{_flag(name)} {value}: must be at least {minimum}')
-
-
-def _check_probability(args: argparse.Namespace, *names: str) -> None:
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and not 0 <= value <= 1:
-            raise UsageError(f'{_flag(name)} {value}: must be between 0 and 1')
+        if value and not Path(value).is_file():
+            raise UsageError(f"{flag(name)} '{value}': there is no such file")
 
 
 def _check_pair(args: argparse.Namespace, *names: str) -> None:
     for name in names:
         value = getattr(args, name)
-        if value is not None and (len(value) != 2 or not 0 < value[0] <= value[1]):
-            raise UsageError(f'{_flag(name)} {value}: must be two positive numbers, the smaller one first')
+        if value is not None and (len(value) != 2 or value[0] > value[1]):
+            raise UsageError(f'{flag(name)} {value}: must be two numbers, the smaller one first')
 
 
 def _check_input(args: argparse.Namespace) -> None:
     channels = args.input_size[0] if args.input_size else args.in_chans or 3
-    if args.input_size and min(args.input_size) < 1:
-        raise UsageError(f'--input-size {args.input_size}: must be positive')
+    for name in ('input_key', 'target_key'):
+        if getattr(args, name) and args.dataset.partition('/')[0] in ('', 'torch'):
+            raise UsageError(f'{flag(name)} {getattr(args, name)}: only the records of a --dataset have keys')
     for name in ('mean', 'std'):
         value = getattr(args, name)
         if value is not None and len(value) not in (1, channels):
-            raise UsageError(f'{_flag(name)} {value}: must be one value, or one for each of {channels} channels')
-    if args.crop_pct is not None and args.crop_pct <= 0:
-        raise UsageError(f'--crop-pct {args.crop_pct}: must be positive')
+            raise UsageError(f'{flag(name)} {value}: must be one value, or one for each of {channels} channels')
+
+
+def _check_schedule(args: argparse.Namespace) -> None:
+    if args.sched == 'plateau' and (not args.val_split or args.val_interval > 1):
+        raise UsageError('--sched plateau needs a validation after every epoch: --val-split and --val-interval 1')
+    if args.decay_rate > 1 and args.sched != 'poly' or args.decay_rate == 1 and args.sched == 'plateau':
+        raise UsageError(f'--decay-rate {args.decay_rate:g}: must be below 1, but for the power of --sched poly')
+    if args.decay_milestones != sorted(args.decay_milestones):
+        raise UsageError(f'--decay-milestones {args.decay_milestones}: must be in order')
+    if args.lr_noise is not None and len(args.lr_noise) > 2:
+        raise UsageError(f'--lr-noise {args.lr_noise}: must be where it begins, or where it begins and ends')
 
 
 def _check_sizes(args: argparse.Namespace) -> None:
@@ -522,7 +545,7 @@ def _check_sizes(args: argparse.Namespace) -> None:
     dependent = ('train_batch_sizes', 'train_size_probs', 'train_batches_per_epoch')
     for name in dependent if not sizes else ():
         if getattr(args, name) is not None:
-            raise UsageError(f'{_flag(name)} needs --train-img-sizes')
+            raise UsageError(f'{flag(name)} needs --train-img-sizes')
     if args.variable_batch_loss_scale != 'none' and not args.train_batch_sizes:
         raise UsageError('--variable-batch-loss-scale needs --train-batch-sizes: all batches have one size without')
     if not sizes:
@@ -530,9 +553,7 @@ def _check_sizes(args: argparse.Namespace) -> None:
     for name in dependent[:2]:
         value = getattr(args, name)
         if value is not None and len(value) != len(sizes):
-            raise UsageError(f'{_flag(name)} {value}: must be one value for each of {len(sizes)} --train-img-sizes')
-    if min(sizes + (args.train_batch_sizes or [])) < 1 or min(args.train_size_probs or [0]) < 0:
-        raise UsageError('--train-img-sizes and --train-batch-sizes must be positive, --train-size-probs not negative')
+            raise UsageError(f'{flag(name)} {value}: must be one value for each of {len(sizes)} --train-img-sizes')
     if args.train_size_probs and not sum(args.train_size_probs):
         raise UsageError('--train-size-probs: one of them must be positive')
     if args.train_size_schedule == 'progressive' and len(sizes) < 2:
@@ -542,13 +563,10 @@ def _check_sizes(args: argparse.Namespace) -> None:
         raise UsageError(f'--train-img-sizes does not go with {other}')
     if (args.mixup > 0 or args.cutmix > 0 or args.cutmix_minmax) and any(n % 2 for n in args.train_batch_sizes or []):
         raise UsageError('--train-batch-sizes: --mixup and --cutmix pair images, so they must be even')
-    _check_minimum(args, 1, 'train_batches_per_epoch')
-    _check_minimum(args, 0, 'train_size_schedule_spread')
-    _check_probability(args, 'train_size_random_mix')
 
 
 def _check_distribution(args: argparse.Namespace) -> None:
-    if args.aug_repeats and args.aug_repeats < 1:
+    if 0 < args.aug_repeats < 1:
         raise UsageError(f'--aug-repeats {args.aug_repeats}: must be at least 1, or 0 for none')
     if args.aug_repeats and not is_distributed_env():
         raise UsageError(
@@ -562,7 +580,3 @@ def _check_numerics(args: argparse.Namespace) -> None:
     if args.amp and args.model_dtype not in (None, 'float32'):
         raise UsageError(f'--amp keeps the weights in float32: leave out --model-dtype {args.model_dtype}, or --amp')
     check_compilation(args)
-
-
-def _flag(name: str) -> str:
-    return '--' + name.replace('_', '-')

@@ -10,8 +10,9 @@ from timm.scheduler.scheduler import Scheduler
 from timm.task import ClassificationTask
 from torch import nn
 
-from flatten_zoo.errors import UsageError
+from flatten_zoo.errors import UsageError, first_line
 
+from .config import as_given
 from .data import mixup_arguments
 from .distributed import lay_out_gradients, world_size
 
@@ -57,8 +58,9 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.O
         args.lr = args.lr_base * (ratio ** 0.5 if args.lr_base_scale == 'sqrt' else ratio)
     try:
         optimizer = create_optimizer_v2(model, **optimizer_kwargs(cfg=args), **args.opt_kwargs)
-    except (AssertionError, TypeError, ValueError) as e:
-        raise UsageError(f"cannot build the optimizer '{args.opt}': {e}") from e
+    except Exception as e:  # each of timm's and torch's optimizers checks its own arguments
+        given = as_given(args, 'opt', 'momentum', 'opt_eps', 'opt_betas', 'opt_kwargs')
+        raise UsageError(f'cannot build the optimizer{given}: {first_line(e)}') from e
     if world_size() > 1 and getattr(optimizer, 'is_second_order', False):
         raise UsageError(f'--opt {args.opt} needs second derivatives, which DistributedDataParallel does not have')
     return optimizer

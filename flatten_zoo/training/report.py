@@ -90,6 +90,7 @@ def draw_curves(summary: Path, picture: Path) -> None:
             if points:
                 axes.plot(*zip(*points, strict=True), marker='.', label=name)
         axes.set(title=title, xlabel='epoch')
+        axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         axes.grid(alpha=0.3)
         if len(lines) > 1 and axes.lines:
             axes.legend()

@@ -11,8 +11,9 @@ from timm.data.readers.reader_wds import ReaderWds
 from torch.utils.data import Dataset, get_worker_info
 
 from flatten_zoo.errors import UsageError, first_line
+from flatten_zoo.images import IMAGE_ERRORS, eight_bits, image_suffixes
 
-__all__ = ['CheckedStream', 'LoadingError', 'check_columns', 'check_source']
+__all__ = ['CheckedStream', 'LoadingError', 'check_columns', 'check_source', 'default_key']
 
 # prefix of --dataset: the package that reads it, and what to install for it
 KINDS = {
@@ -88,6 +89,13 @@ def check_columns(dataset: Dataset, name: str) -> None:
             raise UsageError(f"{option} {key}: '{name}' has no such column, but {', '.join(columns)}")
 
 
+def default_key(kind: str) -> str | None:
+    """What `--input-key` is if not given: in shards any kind of image; else timm's."""
+    if not kind.startswith('wds/'):
+        return None
+    return ';'.join(['jpg', *sorted(suffix[1:] for suffix in image_suffixes() - {'.jpg'})])
+
+
 def _is_remote(path: str) -> bool:
     return '://' in path or path.startswith('pipe:')
 
@@ -100,17 +108,19 @@ class CheckedStream(IterableImageDataset):
     twice or not at all; here each gives all of its part, and may give more than another.
     """
 
-    def __init__(self, dataset: IterableImageDataset, name: str):
+    def __init__(self, dataset: IterableImageDataset, name: str, mode: str):
         """
         Args:
             dataset: Stream as timm opens it.
             name: Its name, for messages.
+            mode: Pillow's mode to convert images to, as in `flatten_zoo.images.eight_bits`.
 
         Raises:
             UsageError: A local shard is missing.
         """
         super().__init__(None, reader=dataset.reader)
         self.name = name
+        self.mode = mode
         for shard in self._shards():
             path = os.path.join(self.reader.root, shard)
             if not _is_remote(path) and not os.path.isfile(path):
@@ -146,12 +156,12 @@ class CheckedStream(IterableImageDataset):
             self._give_each_image_once()
         empty = True
         try:
-            for image in super().__iter__():
+            for image, target in self.reader:
                 empty = False
-                yield image
+                yield self.transform(eight_bits(image, self.mode)), target
         except KeyError as e:
             raise LoadingError(f"'{self.name}' has no column {e}: name others by --input-key and --target-key") from e
-        except (OSError, RuntimeError, SyntaxError, ValueError) as e:
+        except (RuntimeError, *IMAGE_ERRORS) as e:
             raise LoadingError(f"cannot read on in '{self.name}': {first_line(e)}") from e
         if empty and self.reader.is_training:
             raise LoadingError(f"no image in '{self.name}' can be read")

@@ -39,9 +39,9 @@ from .divergence import Divergence, remedies
 from .engine import Trainer, evaluate
 from .interrupts import Terminated, exit_status, interrupts_between_batches, raise_if_interrupted
 from .logs import log, setup_logging
-from .models import build_training_model, check_fits, import_device_modules, resolve_device
+from .models import build_training_model, check_batch_norm, check_fits, import_device_modules, resolve_device
 from .numerics import Numerics
-from .options import check_train_options, recorded_options, train_parser
+from .options import check_files, check_train_options, recorded_options, train_parser
 from .recipe import build_optimizer, build_scheduler, build_task, updates_per_epoch
 from .report import draw_curves, figures_text, log_last_row, next_command, start_tensorboard, start_wandb, trim_summary
 from .resume import find_resumed, first_epoch, resume
@@ -109,6 +109,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args = parser.parse_with_config(argv)
         check_fits(args, max(folder.glob('*.pth.tar'), key=os.path.getsize, default=folder))
     check_train_options(args)
+    if not args.resume:  # a recipe may name one that another recipe has yet to make
+        check_files(args, 'initial_checkpoint')
     return args
 
 
@@ -240,6 +242,8 @@ def prepare(args: argparse.Namespace) -> Run:
     model = start_model(args, resumed)
     args.num_classes = model.num_classes
     config = input_config(args, model)
+    if 1 in (args.batch_size, *(args.train_batch_sizes or ())) and not args.aug_splits and world_size() == 1:
+        check_batch_norm(model, config['input_size'])
     with first_of_machine_ahead(args.dataset_download):
         train_set, eval_set = open_splits(args, channels=config['input_size'][0])
     loader = training_loader(args, train_set, config, numerics)
@@ -344,7 +348,7 @@ def claim(folder: Path, resumed: Path | None = None) -> TextIO:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / '.lock').open('w')
     except OSError as e:
-        raise UsageError(f"cannot make the output folder '{folder}': {e.strerror}") from e
+        raise UsageError(f"--output: cannot make the output folder '{folder}': {e.strerror}") from e
     try:
         if fcntl:  # unlike flock, lockf is not inherited by the loader's processes, which may outlive this one
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

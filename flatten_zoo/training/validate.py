@@ -206,7 +206,7 @@ def validate(args: argparse.Namespace) -> dict[str, Any]:
         num_classes = len(valid_labels)
     check_classes(dataset, num_classes, args.model)
     loader = evaluation_loader(
-        args, dataset, config, numerics, args.batch_size, args.crop_border_pixels, args.tf_preprocessing)
+        args, dataset, config, numerics, args.batch_size, args.crop_border_pixels, args.tf_preprocessing, args.tta)
     real_labels = read_real_labels(args, dataset, num_classes)
     evaluator = LabelledEvaluator(numerics.device, valid_labels, real_labels, args.metrics_avg)
     model = numerics.place(model)

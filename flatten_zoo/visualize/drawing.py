@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize, SymLogNorm
 from matplotlib.figure import Figure, FigureBase
+from matplotlib.markers import CARETDOWN, CARETRIGHT
 
 from .reading import EnergyMaps, Form, GlobalMaps, QueryMaps
 
@@ -93,6 +94,8 @@ def _draw_global_maps(maps: GlobalMaps, picture: torch.Tensor, model: str) -> Fi
 def _draw_energy(maps: EnergyMaps, picture: torch.Tensor, model: str) -> Figure:
     means = [energy.mean() for energy in maps.maps.values()]
     relative = [energy / mean.clamp_min(1e-30) for energy, mean in zip(maps.maps.values(), means, strict=True)]
+    constant = [bool((energy - 1).abs().max() < 1e-3) for energy in relative]  # as behind a norm over the channels
+    relative = [energy.round() if flat else energy for energy, flat in zip(relative, constant, strict=True)]
     overlay = _Overlay(relative, unit=1, picture=picture)
     shape = _near_square(1 + len(relative))
     figure, parts = _figure(
@@ -101,10 +104,11 @@ def _draw_energy(maps: EnergyMaps, picture: torch.Tensor, model: str) -> Figure:
     axes = _panels(parts[0], shape, 1 + len(relative))
     axes[0].imshow(picture.numpy())
     axes[0].set_title('what the model sees', fontsize=8)
-    for ax, name, energy, mean in zip(axes[1:], maps.maps, relative, means, strict=True):
+    for ax, name, energy, mean, flat in zip(axes[1:], maps.maps, relative, means, constant, strict=True):
         overlay.show(ax, energy, mode='nearest')
         ax.set_title(
-            f'{name}: {maps.channels[name]} channels,\n{_size(energy.shape)} positions, mean {mean:.3g}', fontsize=8)
+            f'{name}: {maps.channels[name]} channels,\n{_size(energy.shape)} positions, '
+            f'{"everywhere" if flat else "mean"} {mean:.3g}', fontsize=8)
     overlay.add_bar(parts[0], axes, 'energy\n(1 = mean of the stage)')
     return figure
 
@@ -221,7 +225,8 @@ def _size(shape: Sequence[int]) -> str:
 
 
 def _mark(ax: Axes, cell: tuple[int, int], grid: tuple[int, int], picture: torch.Tensor) -> None:
-    """A ring around a position, which leaves the position itself to be seen."""
+    """Triangles beside the picture that point at a position's row and column: on small maps a ring would hide it."""
     y, x = ((i + 0.5) * side / n - 0.5 for i, n, side in zip(cell, grid, picture.shape, strict=False))
-    for width, colour in ((3, 'black'), (1.7, '#00e040')):
-        ax.plot(x, y, marker='o', markersize=7.5, markerfacecolor='none', markeredgecolor=colour, markeredgewidth=width)
+    style = {'color': 'black', 'markersize': 5, 'markeredgewidth': 0, 'clip_on': False}
+    ax.plot(x, 1, marker=CARETDOWN, transform=ax.get_xaxis_transform(), **style)
+    ax.plot(0, y, marker=CARETRIGHT, transform=ax.get_yaxis_transform(), **style)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from timm.models.pvt_v2 import PyramidVisionTransformerStage
 from torch import nn
 
 from ..errors import UsageError, unknown_name
@@ -139,7 +140,8 @@ def read_attention(
     Args:
         model: The model, in inference mode.
         image: Normalised image, 1 × channels × height × width.
-        layer: One of `attention_layers`, the last of them if None.
+        layer: One of `attention_layers`. If None the last of them; of interlaced sparse attention the last whose map
+            is larger than a block of its groups, as in a single block the long-range step has nothing to attend to.
         points: Query points (x, y) as fractions of the image's width and height, each of which falls into a position of
             the layer's grid. Efficient attention has no use for them: its maps belong to no query.
         head: Index of the head.
@@ -151,7 +153,7 @@ def read_attention(
         UsageError: There is no such layer, head or point, or the layer has no attention that can be read.
     """
     layers = attention_layers(model)
-    layer = _check_layer(model, layers, layer)
+    layer = _check_layer(model, layers, layer, image)
     attn = layers[layer]
     num_heads = getattr(attn, 'num_heads', 1)
     if not 0 <= head < num_heads:
@@ -176,17 +178,28 @@ def read_attention(
     cells = list(dict.fromkeys(cells))  # on a small grid points can share a position
     forms = read([row * width + col for row, col in cells])
     note = ''
+    if isinstance(attn, InterlacedSparseAttention) and not _has_blocks(attn, inputs[0]):
+        block = ' × '.join(map(str, attn.group_size))
+        note = (f'The map is not larger than a block of {block} positions, beyond which the long-range step has little '
+                'to attend to. A larger image (--img-size) or an earlier layer shows more.')
     if isinstance(attn, FocusedLinearCore) and height * width > MAX_SPECTRUM_POSITIONS:
         note = (f'Rank and singular values are left out: they need the matrix of all {height * width} positions, more '
                 f'than {MAX_SPECTRUM_POSITIONS}. A smaller image (--img-size) or a later layer shows them.')
     return QueryMaps(**about, cells=cells, forms=forms, note=note)
 
 
-def _check_layer(model: nn.Module, layers: dict[str, nn.Module], layer: str | None) -> str:
+def _has_blocks(attn: nn.Module, x: torch.Tensor) -> bool:
+    """Whether a map is larger, in both directions, than a block of an interlaced sparse attention."""
+    return all(side > block for side, block in zip(x.shape[2:], attn.group_size, strict=True))
+
+
+def _check_layer(model: nn.Module, layers: dict[str, nn.Module], layer: str | None, image: torch.Tensor) -> str:
     if not layers:
         raise UsageError('the model has no attention that can be shown, only the energy of its features (--pyramid)')
     if layer is None:
-        return list(layers)[-1]
+        return next(
+            (name for name, attn in reversed(layers.items()) if not isinstance(attn, InterlacedSparseAttention)
+             or _has_blocks(attn, layer_inputs(model, name, image)[0])), list(layers)[-1])
     if layer in layers:
         return layer
     way_out = f'; layers that can be shown: {", ".join(layers)}'
@@ -338,6 +351,8 @@ def efficient_attention_maps(
 def read_energy(model: nn.Module, image: torch.Tensor) -> EnergyMaps:
     """Energy of the feature pyramid: the root mean square over the channels, at every position of every stage.
 
+    PVTv2's stages are read before the norm that they end in, behind which all positions have about the same energy.
+
     Args:
         model: Any model of timm that gives feature maps, in inference mode.
         image: Normalised image, 1 × channels × height × width.
@@ -347,7 +362,17 @@ def read_energy(model: nn.Module, image: torch.Tensor) -> EnergyMaps:
     """
     if not hasattr(model, 'forward_intermediates'):
         raise UsageError(f'a {type(model).__name__} gives no feature maps (it has no forward_intermediates)')
-    stages = model.forward_intermediates(image, intermediates_only=True)
+    before_norm = []
+    hooks = [
+        stage.norm.register_forward_pre_hook(lambda module, args: before_norm.append(args[0]))
+        for stage in model.modules() if isinstance(stage, PyramidVisionTransformerStage)]
+    try:
+        stages = model.forward_intermediates(image, intermediates_only=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if before_norm:
+        stages = [tokens.mT.reshape_as(y) for tokens, y in zip(before_norm, stages, strict=True)]
     names = [info['module'] for info in model.feature_info]
     return EnergyMaps(
         maps={name: y[0].square().mean(dim=0).sqrt() for name, y in zip(names, stages, strict=True)},

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
 from timm.data import create_transform, resolve_model_data_config
 from timm.models import get_pretrained_cfg, model_entrypoint
 from torch import nn
 
 from ..errors import UsageError, first_line
 from ..figures import check_arrays_path, check_picture_path, save_arrays, save_figure
+from ..images import IMAGE_ERRORS, open_image
 from ..models.build import build_model, check_model_name, two_sides
 from ..weights import read_checkpoint, select_state_dict
 from .drawing import draw
@@ -146,13 +146,10 @@ def load_picture(
         UsageError: There is no such file or it is no picture.
     """
     try:
-        with Image.open(path) as file:
-            if file.mode.startswith(('I', 'F')):  # their values would be cut off at 255
-                raise ValueError('it has more than 8 bits per channel; save it with 8')
-            picture = ImageOps.exif_transpose(file).convert('RGB')
+        picture = open_image(path)
     except FileNotFoundError as e:
         raise UsageError(f"there is no picture '{path}'") from e
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as e:
+    except IMAGE_ERRORS as e:
         raise UsageError(f"cannot read '{path}' as a picture: {first_line(e)}") from e
     config = resolve_model_data_config(model)
     if img_size:

@@ -5,6 +5,7 @@ import timm
 from huggingface_hub import try_to_load_from_cache
 from timm.models import get_arch_pretrained_cfgs, get_pretrained_cfg, model_entrypoint
 from timm.models._pretrained import PretrainedCfg
+from torch.overrides import TorchFunctionMode
 
 from ..models import RELEASES
 from ..models._released import TAG, hub_repository
@@ -77,10 +78,20 @@ def weights_source(cfg: PretrainedCfg) -> str:
     return cfg.url[0] if isinstance(cfg.url, tuple) else cfg.url or 'none'
 
 
+class _Uninitialised(TorchFunctionMode):
+    """Tensors stay as they are made: most of the time that a network on the meta device takes is its initialisation."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        in_place = func.__name__.endswith('_') and not func.__name__.endswith('__')
+        kwargs = kwargs or {}
+        return (*args, *kwargs.values())[0] if in_place else func(*args, **kwargs)
+
+
 def describe(name: str) -> list[tuple[str, str]]:
     """A model in pairs of what and how: its configuration, its weights, what of them is cached, reported accuracy."""
     cfg = get_pretrained_cfg(name)
-    model = timm.create_model(name, device='meta')
+    with _Uninitialised():
+        model = timm.create_model(name, device='meta')
     release = RELEASES.get(cfg.architecture) if cfg.tag == TAG else None
     settings = cfg.to_dict(remove_source=True)
     facts = [

@@ -84,7 +84,9 @@ def load_model(
             **_counts(state_dict, timm.create_model(model_name, device='meta')),
         })
         cfg = arguments['pretrained_cfg']
-        cfg |= {'tag': tag or None, **_evaluation_settings(options, cfg)}
+        cfg |= {
+            'tag': tag or None, 'label_names': _label_names(checkpoint, arguments['num_classes']),
+            **_evaluation_settings(options, cfg)}
         network = meta_model(**arguments)  # held against the file before it takes memory
         check_size(network, Path(source).stat().st_size, f"'{source}'")
         state_dict = from_official(state_dict, network)
@@ -94,7 +96,6 @@ def load_model(
     except Exception as e:  # whatever arguments can do to each other
         raise UsageError(f"cannot build '{model_name}' for '{source}': {first_line(e)}") from e
     model.load_state_dict(state_dict)
-    model.pretrained_cfg['label_names'] = _label_names(checkpoint, model.num_classes)
     if img_size is None:
         return model
     try:
