@@ -169,7 +169,7 @@ def write_images(folder, number=8):
 
 
 @pytest.mark.parametrize(('name', 'options'), [
-    ('flatten_pvt_t', ('--dynamic', 'batch')),
+    ('flatten_pvt_v2_b0', ()),
     *(pytest.param(name, options, marks=pytest.mark.slow) for name in (*SMALL, *RESNETS)
       for options in (('--opset', 17), ('--task', 'features', '--dynamic', 'both')))])
 def test_int8(name, options, tmp_path, capsys, monkeypatch):
@@ -220,6 +220,7 @@ def test_int8_of_a_trained_network(tmp_path):
 
 @pytest.mark.parametrize(('options', 'message'), [
     ((), 'must hold at least two images'),
+    (('--opset', 21), '--opset 21: files of --int8 run with opset 20 or less'),
     (('--half',), '--int8 starts from --format onnx in float32'),
     (('--format', 'pt2'), '--int8 starts from --format onnx in float32'),
 ])
