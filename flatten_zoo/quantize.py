@@ -56,6 +56,7 @@ def quantize(source: Path, output: Path, images: Sequence[torch.Tensor]) -> None
     Raises:
         UsageError: onnxruntime can't quantise it.
     """
+    import onnx
     from onnxruntime.quantization import CalibrationDataReader, quantize_static
 
     class Reader(CalibrationDataReader):
@@ -66,11 +67,15 @@ def quantize(source: Path, output: Path, images: Sequence[torch.Tensor]) -> None
             image = next(self.images, None)
             return None if image is None else {'image': image.numpy()}
 
+    graph = onnx.load(source, load_external_data=False).graph
+    weights = {tensor.name for tensor in graph.initializer}
+    excluded = [  # the option for it, MatMulConstBOnly, does nothing in this format
+        node.name for node in graph.node if node.op_type in WEIGHTED and node.input[1] not in weights]
     logging.disable(logging.WARNING)  # that weights of one dimension have no channels, for example
     try:
         quantize_static(
-            source, output, Reader(), op_types_to_quantize=WEIGHTED, per_channel=True, extra_options={
-                'ActivationSymmetric': True, 'MatMulConstBOnly': True, 'OpTypesToExcludeOutputQuantization': WEIGHTED})
+            source, output, Reader(), op_types_to_quantize=WEIGHTED, nodes_to_exclude=excluded, per_channel=True,
+            extra_options={'ActivationSymmetric': True, 'OpTypesToExcludeOutputQuantization': WEIGHTED})
     except Exception as e:  # weights of more than 2 GB, for example
         raise UsageError(f'--int8: {first_line(e)}') from e
     finally:
