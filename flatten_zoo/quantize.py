@@ -46,7 +46,8 @@ def quantize(source: Path, output: Path, images: Sequence[torch.Tensor]) -> None
     """Write an ONNX file with convolutions and linear layers in 8-bit integers, as QuantizeLinear and DequantizeLinear.
 
     Their inputs have one symmetric scale each, as TensorRT asks for, their weights one for each output channel. All
-    else stays as it is: products of two activations, powers and norms in attention have ranges too wide for 8 bits.
+    else is in float32: products of two activations, powers and norms in attention have ranges too wide for 8 bits.
+    What shares its input with a quantised layer, as residual connections may, reads it rounded.
 
     Args:
         source: File with weights in float32.

@@ -173,7 +173,7 @@ def write_images(folder, number=8):
     *(pytest.param(name, options, marks=pytest.mark.slow) for name in (*SMALL, *RESNETS)
       for options in (('--opset', 17), ('--task', 'features', '--dynamic', 'both')))])
 def test_int8(name, options, tmp_path, capsys, monkeypatch):
-    """Products with weights have both inputs in 8 bits, with scales as TensorRT wants them, and nothing else has."""
+    """Products with weights have both inputs in 8 bits, with scales as TensorRT wants them; nothing else is rounded."""
     monkeypatch.setattr(export_module, 'build', lambda *args: (small(name), 'untrained'))
     write_images(tmp_path / 'images')
     path = tmp_path / 'model.onnx'
@@ -190,15 +190,16 @@ def test_int8(name, options, tmp_path, capsys, monkeypatch):
     assert all(not node.domain for node in graph.graph.node)
     constants = {i.name: onnx.numpy_helper.to_array(i) for i in graph.graph.initializer}
     made_by = {output: node for node in graph.graph.node for output in node.output}
+    rounded = set()
     for node in graph.graph.node:
-        sources = [made_by[i] for i in node.input[:2] if i in made_by]
-        quantised = [source for source in sources if source.op_type == 'DequantizeLinear']
-        if node.op_type in ('Conv', 'Gemm') or quantised and node.op_type != 'DequantizeLinear':
-            assert node.op_type in ('Conv', 'Gemm', 'MatMul') and len(quantised) == 2
+        quantised = [made_by[i] for i in node.input[:2] if i in made_by and made_by[i].op_type == 'DequantizeLinear']
+        if node.op_type in ('Conv', 'Gemm') or node.op_type == 'MatMul' and quantised[1:]:
             activation, weight = quantised
             assert weight.input[0] in constants and constants[weight.input[1]].size > 1
             assert constants[activation.input[1]].ndim == 0
             assert all((constants[q.input[2]] == 0).all() and constants[q.input[2]].dtype == np.int8 for q in quantised)
+            rounded.add(activation.input[0])
+    assert rounded == {node.output[0] for node in graph.graph.node if node.op_type == 'QuantizeLinear'}
 
 
 @pytest.mark.slow
