@@ -174,7 +174,8 @@ def write_images(folder, number=8):
       for options in (('--opset', 17), ('--task', 'features', '--dynamic', 'both')))])
 def test_int8(name, options, tmp_path, capsys, monkeypatch):
     """Products with weights have both inputs in 8 bits, with scales as TensorRT wants them; nothing else is rounded."""
-    monkeypatch.setattr(export_module, 'build', lambda *args: (small(name), 'untrained'))
+    kwargs = {'dynamic_img_size': True} if name in FIXED_SIZE and 'both' in options else {}
+    monkeypatch.setattr(export_module, 'build', lambda *args: (small(name, **kwargs), 'untrained'))
     write_images(tmp_path / 'images')
     path = tmp_path / 'model.onnx'
     arguments = ('--img-size', 64, '--int8', tmp_path / 'images', '-o', path)
