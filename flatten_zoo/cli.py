@@ -211,8 +211,9 @@ def export(parser: argparse.ArgumentParser) -> Command:
         help='leave open how many images, or how large (default: one image of one size)')
     parser.add_argument('--half', action='store_true', help='weights, images and outputs in float16')
     parser.add_argument(
-        '--opset', type=int, choices=range(17, 23), default=21, metavar='N',
-        help='of --format onnx, 17 to 22; older runtimes need older ones (default: 21, for onnxruntime 1.20)')
+        '--opset', type=int, choices=range(17, 23), metavar='N',
+        help='of --format onnx, 17 to 22; older runtimes need older ones '
+             '(default: 21, for onnxruntime 1.20; 20 with --int8)')
     parser.add_argument(
         '--int8', type=Path, metavar='FOLDER',
         help='quantise --format onnx to 8 bits with the images of this folder, and say how far it agrees on others')

@@ -34,6 +34,7 @@ FORMATS = ('onnx', 'pt2')
 DYNAMIC = {'batch': (0,), 'size': (2, 3), 'both': (0, 2, 3)}  # the axes of the images that are left open
 OPSETS = range(17, 23)  # from 23 on, attention is one operator, whose masks onnxruntime does not broadcast
 OPSET = 21  # what onnxruntime 1.20 of 2024 reads
+INT8_OPSET = 20  # from 21 on, QuantizeLinear names its type, which onnxruntime 1.32 then contradicts as it optimises
 AXES = {0: ('batch', 1), 2: ('height', 32), 3: ('width', 32)}  # of images: name, and the least that a program takes
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2}  # of the largest difference, relative to the largest output
 ONE_FILE = 2 ** 31 - 2 ** 24  # bytes of weights that fit into an ONNX file, which ends at 2 GiB, with their graph
@@ -92,7 +93,7 @@ def export(
         half: bool = False,
         force: bool = False,
         weights: str = '',
-        opset: int = OPSET,
+        opset: int | None = None,
         int8: Path | None = None,
 ) -> float:
     """Write a model and its description, after the file has been compared with the model.
@@ -107,7 +108,8 @@ def export(
         half: Weights, images and outputs in float16.
         force: Overwrite files.
         weights: Where the model's weights come from, for the description.
-        opset: Version of ONNX's operators, of `OPSETS`; older runtimes need older ones.
+        opset: Version of ONNX's operators, of `OPSETS`; older runtimes need older ones. `OPSET` if None, and
+            `INT8_OPSET`, the newest possible, with `int8`.
         int8: Folder of images. The file is compared, then quantised: every other image calibrates it, the rest measure
             how far it agrees with the model; that is the description's `int8`, as `quantize.agreement` gives it.
 
@@ -126,6 +128,9 @@ def export(
         raise UsageError(f'--img-size {shape[2]} {shape[3]}: --dynamic {dynamic} needs at least {AXES[2][1]} each way')
     if int8 and (half or format != 'onnx'):
         raise UsageError('--int8 starts from --format onnx in float32: leave out --half and --format pt2')
+    opset = opset or (INT8_OPSET if int8 else OPSET)
+    if int8 and opset > INT8_OPSET:
+        raise UsageError(f'--opset {opset}: files of --int8 run with opset {INT8_OPSET} or less')
     images = read_images(int8, config, shape[1:]) if int8 else []
     dtype = torch.float16 if half else torch.float32
     network = (feature_network(model) if task == 'features' else model).to(dtype)
@@ -320,12 +325,15 @@ def external_data(path: Path) -> Path:
 
 
 def load_onnx(path: Path) -> Run:
-    """An ONNX file in onnxruntime, on the CPU."""
+    """An ONNX file in onnxruntime, on the CPU; a `UsageError` if it does not take it."""
     import onnxruntime
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = torch.get_num_threads()
-    session = onnxruntime.InferenceSession(path, options, providers=['CPUExecutionProvider'])
+    try:
+        session = onnxruntime.InferenceSession(path, options, providers=['CPUExecutionProvider'])
+    except Exception as e:  # what runtimes raise is theirs
+        raise UsageError(f'the file cannot be read by onnxruntime: {first_line(e)}') from e
     return lambda image: [torch.from_numpy(y) for y in session.run(None, {'image': image.numpy()})]
 
 

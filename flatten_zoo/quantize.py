@@ -46,7 +46,8 @@ def quantize(source: Path, output: Path, images: Sequence[torch.Tensor]) -> None
     """Write an ONNX file with convolutions and linear layers in 8-bit integers, as QuantizeLinear and DequantizeLinear.
 
     Their inputs have one symmetric scale each, as TensorRT asks for, their weights one for each output channel. All
-    else stays as it is: products of two activations, powers and norms in attention have ranges too wide for 8 bits.
+    else is in float32: products of two activations, powers and norms in attention have ranges too wide for 8 bits.
+    What shares its input with a quantised layer, as residual connections may, reads it rounded.
 
     Args:
         source: File with weights in float32.
@@ -56,6 +57,7 @@ def quantize(source: Path, output: Path, images: Sequence[torch.Tensor]) -> None
     Raises:
         UsageError: onnxruntime can't quantise it.
     """
+    import onnx
     from onnxruntime.quantization import CalibrationDataReader, quantize_static
 
     class Reader(CalibrationDataReader):
@@ -66,11 +68,15 @@ def quantize(source: Path, output: Path, images: Sequence[torch.Tensor]) -> None
             image = next(self.images, None)
             return None if image is None else {'image': image.numpy()}
 
+    graph = onnx.load(source, load_external_data=False).graph
+    weights = {tensor.name for tensor in graph.initializer}
+    excluded = [  # the option for it, MatMulConstBOnly, does nothing in this format
+        node.name for node in graph.node if node.op_type in WEIGHTED and node.input[1] not in weights]
     logging.disable(logging.WARNING)  # that weights of one dimension have no channels, for example
     try:
         quantize_static(
-            source, output, Reader(), op_types_to_quantize=WEIGHTED, per_channel=True, extra_options={
-                'ActivationSymmetric': True, 'MatMulConstBOnly': True, 'OpTypesToExcludeOutputQuantization': WEIGHTED})
+            source, output, Reader(), op_types_to_quantize=WEIGHTED, nodes_to_exclude=excluded, per_channel=True,
+            extra_options={'ActivationSymmetric': True, 'OpTypesToExcludeOutputQuantization': WEIGHTED})
     except Exception as e:  # weights of more than 2 GB, for example
         raise UsageError(f'--int8: {first_line(e)}') from e
     finally:
