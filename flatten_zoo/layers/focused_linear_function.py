@@ -136,7 +136,7 @@ def _attention_in_place(q, k, v, inverse_scale, weight, bias, p, num_heads) -> t
         k.mul_(r_k)
         k_mean = k.mean(dim=1)
         context = _outer(k.to(v.dtype), v, num_heads).mul_(1 / N)
-        normalizer = _apply(q, k_mean.view(B, num_heads, -1, 1)) + 1e-6 / r_q
+        normalizer = (q * k_mean.unsqueeze(1)).unflatten(-1, [num_heads, -1]).sum(dim=-1) + 1e-6 / r_q
         q.unflatten(-1, [num_heads, -1]).div_(normalizer.unsqueeze(-1))
         _add_applied(out, q.to(v.dtype), context)
         return out.view(B, H, W, C), size_q, norm_q, r_q, size_k, norm_k, r_k, k_mean, context, normalizer
