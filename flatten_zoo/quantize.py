@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from timm.data import create_dataset, create_transform
+from timm.data import create_transform
 
 from .errors import UsageError, first_line
+from .images import IMAGE_ERRORS, image_suffixes, open_image
 
 __all__ = ['MOST_IMAGES', 'agreement', 'quantize', 'read_images']
 
@@ -29,17 +30,22 @@ def read_images(folder: Path, config: dict, size: Sequence[int]) -> list[torch.T
         UsageError: There are not at least two images, or one can't be read.
     """
     mode = 'L' if size[0] == 1 else 'RGB'
-    try:
-        images = create_dataset(
-            '', root=folder, search_split=False, input_img_mode=mode,
-            transform=create_transform(**{**config, 'input_size': tuple(size)}))
-        number = len(images)
-        if number < 2:
-            raise ValueError('some images are to calibrate, others to compare')
-        chosen = min(number, MOST_IMAGES)
-        return [images[i * number // chosen][0][None] for i in range(chosen)]
-    except Exception as e:  # what timm, Pillow and the transform say
-        raise UsageError(f"--int8 '{folder}' must hold at least two images: {first_line(e)}") from e
+    transform = create_transform(**{**config, 'input_size': tuple(size)})
+    paths = sorted(
+        path for path in folder.rglob('*') if path.suffix.lower() in image_suffixes() and path.name[0] != '.')
+    if len(paths) < 2:
+        raise UsageError(
+            f"--int8 '{folder}' must hold at least two images, some to calibrate and others to compare; it has "
+            f'{len(paths)}')
+    chosen = min(len(paths), MOST_IMAGES)
+    images = []
+    for i in range(chosen):
+        path = paths[i * len(paths) // chosen]
+        try:
+            images.append(transform(open_image(path, mode))[None])
+        except IMAGE_ERRORS as e:
+            raise UsageError(f"--int8: cannot read the image '{path}': {first_line(e)}") from e
+    return images
 
 
 def quantize(source: Path, output: Path, images: Sequence[torch.Tensor]) -> None:

@@ -76,7 +76,9 @@ def test_forward_is_the_written_out_network(small):
 @pytest.mark.parametrize('size', [(33, 47), (8, 8), (1, 1), (130, 17)])
 def test_any_size_and_a_batch_of_one(small, size):
     x = torch.randn(1, 3, *size)
-    # a training step needs more than one value for each channel's statistics, in every layer
+    if max(size) <= 8:  # training needs more than one value for each channel's statistics
+        with pytest.raises(ValueError, match=f'one image of {size[0]} × {size[1]} leaves its batch norms a single'):
+            small.train()(x)
     for mode in ((True, False) if min(size) > 8 else (False,)):
         output = small.train(mode)(x)
         assert output['out'].shape == output['aux'].shape == (1, 5, *size)

@@ -33,13 +33,15 @@ WRONG = {
     'mean': 'abc', 'std': [0.], 'crop_pct': float('nan'), 'interpolation': {'a': 1}, 'input_size': [3, 10 ** 6, 1],
     'crop_mode': '\n---\nlicense: mit\n', 'img_size': -1, 'in_chans': 10 ** 9,
 }
-watched = None  # what is opened for writing or sent, while somebody wants to know
+watched = None  # what is opened for writing or because a file says so, or sent, while somebody wants to know
 
 
 def hook(event, arguments):
     if watched is None:
         return
-    if event == 'open' and isinstance(arguments[0], str | bytes) and arguments[2] & 3 or event in (
+    written = event == 'open' and isinstance(arguments[0], str | bytes) and arguments[2] & 3
+    named = event == 'open' and str(arguments[0]).startswith('/x')  # by a hostile file
+    if written or named or event in (
             'os.mkdir', 'os.rename', 'socket.connect', 'socket.getaddrinfo', 'subprocess.Popen'):
         watched.append((event, str(arguments[0])))
 
@@ -58,8 +60,8 @@ def writes(tmp_path, monkeypatch):
     global watched
     watched = []
     try:
-        yield lambda: [what for what in watched if not any(
-            place in what[1] for place in (str(tmp_path / 'out'), '/dev/null', '__pycache__', '/tmp/tmp'))]
+        places = str(tmp_path / 'out'), '/dev/null', '__pycache__', '/tmp/tmp', 'torchinductor'
+        yield lambda: [what for what in watched if not any(place in what[1] for place in places)]
     finally:
         watched = None
 
@@ -131,6 +133,14 @@ def test_weights_that_are_no_numbers(tmp_path, capsys):
     assert cli.main([str(word) for word in [*push, '--allow-non-finite']]) == 0
 
 
+def test_published_files_are_no_links(tmp_path, capsys):
+    save_model(model(), tmp_path / 'x', 'x')
+    (tmp_path / 'secret').write_text('secret')
+    (tmp_path / 'x' / 'README.md').unlink()
+    (tmp_path / 'x' / 'README.md').symlink_to(tmp_path / 'secret')
+    assert 'is a link' in refused(capsys, ['push', tmp_path / 'x', '--repo', 'me/x', '--dry-run'])
+
+
 def test_a_card_shows_text_as_it_is(tmp_path):
     save_model(model(), tmp_path / 'x', '<img src=x>\n---\nlicense: mit')
     card = (tmp_path / 'x' / 'README.md').read_text()
@@ -149,6 +159,7 @@ def test_no_way_in_touches_the_network_or_other_files(tmp_path, capsys, writes):
     torch.save(timm.create_model(NAME).state_dict(), out / 'whole.pth')
     for argv in (['convert', path, '-o', out / 'folder'], ['push', path, '--repo', 'me/x', '--dry-run'],
                  ['push', out / 'folder', '--repo', 'me/x', '--dry-run'],
+                 ['export', NAME, '--checkpoint', path, '--format', 'pt2', '-o', out / 'x.pt2'],
                  ['visualize', picture, '--model', NAME, '--checkpoint', out / 'whole.pth', '-o', out / 'v.png']):
         assert cli.main([str(word) for word in argv]) == 0
     tiny = ['--model', 'test_resnet', '--num-classes', '3', '--img-size', '32', '-b', '4', '-j', '0', '--device', 'cpu']

@@ -82,6 +82,10 @@ class ISANet(nn.Module):
         ) if aux_loss else None
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.training and x.shape[0] == 1 and x.shape[2] <= 8 and x.shape[3] <= 8:
+            raise ValueError(
+                f'one image of {x.shape[2]} × {x.shape[3]} leaves its batch norms a single position to train on; give '
+                f'it more or larger ones')
         features = self.backbone(x)
         result = OrderedDict()
         result['out'] = _upsample(self.cls_head(self.isa_head(features[1])), x)

@@ -45,6 +45,9 @@ def check_folder(folder: Path, allow_non_finite: bool = False) -> None:
     missing = [name for name in HUB_FILES if not (folder / name).is_file()]
     if missing:
         raise UsageError(f"'{folder}' has no {' and no '.join(missing)}; make such a folder with `flatten-zoo convert`")
+    links = [name for name in HUB_FILES if (folder / name).is_symlink()]
+    if links:  # to anything of the one who publishes
+        raise UsageError(f"'{folder / links[0]}' is a link to another file; put a copy in its place")
     try:
         check_config(f'local-dir:{folder}')
         model = timm.create_model(f'local-dir:{folder}', pretrained=True)
