@@ -5,7 +5,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --editable
 DEMO := .venv/.installed-demo
 TEST := .venv/.installed-test
 
-.PHONY: demo test test-all lint
+.PHONY: demo test test-all lint bench
 
 $(DEMO): pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -34,3 +34,7 @@ test-all: lint
 
 lint: $(TEST)
 	$(BIN)/ruff check
+
+# The zoo against a literal transcription of its equations; on an idle machine.
+bench: $(DEMO)
+	$(BIN)/python -m benchmarks

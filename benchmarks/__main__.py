@@ -1,0 +1,143 @@
+"""Times the zoo against the transcription, alternating in one process: `python -m benchmarks`, or `make bench`.
+
+Ratios of medians; above 1 the zoo is faster, or keeps less. "projections" is the time of an operator in projections
+alone, which is its floor. An idle machine is needed: another program changes even ratios.
+"""
+import argparse
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from unittest import mock
+
+import timm
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import flatten_zoo  # noqa: F401  registers the networks
+from flatten_zoo.layers import FocusedLinearAttention, FocusedLinearCore
+from flatten_zoo.tables import as_text
+
+from . import transcription
+
+# side of the map, channels, heads: PVT's, Swin's and CSwin's linear stages
+OPERATORS = [
+    (56, 64, 1), (56, 96, 3), (56, 64, 2), (28, 128, 2), (28, 192, 6), (28, 128, 4), (14, 320, 5), (14, 192, 3)]
+NETWORKS = ['flatten_pvt_t', 'flatten_pvt_v2_b0', 'flatten_swin_t', 'flatten_cswin_t', 'flatten_deit_t']
+
+
+def transcribed(run: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], object]:
+    """The same network or operator, with the transcription for its focused linear attention."""
+    @functools.wraps(run)
+    def with_transcription(x: torch.Tensor) -> object:
+        with mock.patch.object(FocusedLinearCore, 'attend', transcription.attend):
+            return run(x)
+
+    return with_transcription
+
+
+def medians(runs: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
+    """Median time of each run in seconds, all of them in turn until the time is over, at least five times each."""
+    times = {name: [] for name in runs}
+    for run in runs.values():
+        run()
+    end = time.perf_counter() + seconds
+    while len(times[next(iter(runs))]) < 5 or time.perf_counter() < end:
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def kept(run: Callable, x: torch.Tensor, parameters: Iterable[nn.Parameter]) -> int:
+    """Bytes that a forward pass keeps for the backward pass, without parameters."""
+    storages = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = run(x)  # keeps the storages, so that no two have one address
+    for parameter in parameters:
+        storages.pop(parameter.untyped_storage().data_ptr(), None)
+    del output
+    return sum(storages.values())
+
+
+def inference(run: Callable, x: torch.Tensor) -> Callable[[], None]:
+    def infer() -> None:
+        with torch.inference_mode():
+            run(x)
+    return infer
+
+
+def training_step(run: Callable, x: torch.Tensor) -> Callable[[], None]:
+    gradient = torch.ones_like(run(x))
+    return lambda: run(x).backward(gradient)
+
+
+def compare(module: nn.Module, x: torch.Tensor, seconds: float, **more: Callable) -> dict[str, float]:
+    """Medians and bytes of a module and its transcription.
+
+    Args:
+        module: Network or operator.
+        x: Its input.
+        seconds: Time for inference, and for training.
+        **more: Further runs beside inference, by name.
+    """
+    torch._dynamo.reset()
+    module.eval()
+    compiled = torch.compile(module, fullgraph=True, dynamic=False)
+    runs = {'eager': module, 'eager_literal': transcribed(module), 'compiled': compiled,
+            'compiled_literal': transcribed(compiled), **more}
+    times = medians({name: inference(run, x) for name, run in runs.items()}, seconds)
+    module.train()
+    runs = {'': module, '_literal': transcribed(module)}
+    times |= medians({f'step{name}': training_step(run, x) for name, run in runs.items()}, seconds)
+    return times | {f'kept{name}': kept(run, x, module.parameters()) for name, run in runs.items()}
+
+
+def ratios(figures: dict[str, float]) -> list[str]:
+    return [f'{figures[f"{name}_literal"] / figures[name]:.2f}' for name in ('eager', 'compiled', 'step', 'kept')]
+
+
+def operators(batch_size: int, seconds: float) -> None:
+    rows = []
+    for side, dim, num_heads in OPERATORS:
+        module = FocusedLinearAttention(dim, num_heads, side)
+        x = torch.randn(batch_size, side, side, dim)
+        figures = compare(module, x, seconds, projections=lambda x, m=module: m.proj(m.qkv(x)[..., :x.shape[-1]]))
+        rows.append([
+            f'{side}² × {dim}, {num_heads} heads', *ratios(figures),
+            *(f'{figures[name] / figures["projections"]:.2f}' for name in ('eager', 'compiled'))])
+    print(as_text(['operator', 'eager', 'compiled', 'training', 'kept', 'projections', 'projections, compiled'], rows))
+
+
+def networks(batch_size: int, seconds: float) -> None:
+    rows = []
+    for name in NETWORKS:
+        rows.append([name, *ratios(compare(
+            timm.create_model(name), torch.randn(batch_size, 3, 224, 224), seconds))])
+    print(as_text(['network', 'eager', 'compiled', 'training', 'kept'], rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog='python -m benchmarks', description=__doc__)
+    parser.add_argument('--only', choices=['operators', 'networks'], help='one of the two tables')
+    parser.add_argument('--batch-size', type=int, default=4, metavar='N', help='images (default: 4)')
+    parser.add_argument('--seconds', type=float, default=4, metavar='S', help='for each comparison (default: 4)')
+    parser.add_argument('--threads', type=int, metavar='N', help="of torch (default: torch's own)")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    print(f'torch {torch.__version__}, {torch.get_num_threads()} threads, float32, batch {args.batch_size}')
+    for table in (operators, networks):
+        if args.only in (None, table.__name__):
+            table(args.batch_size, args.seconds)
+
+
+if __name__ == '__main__':
+    main()
