@@ -101,16 +101,17 @@ def plain_attention(
     k_mean = k.mean(dim=1, keepdim=True)
     normalizer = (q * k_mean).unflatten(-1, [num_heads, -1]).sum(dim=-1, keepdim=True)
     normalizer = normalizer + (1e-6 * r_q.reciprocal()).unsqueeze(-1)
-    q = (q.unflatten(-1, [num_heads, -1]) * normalizer.reciprocal()).flatten(2)
+    inverse_normalizer = normalizer.reciprocal()
     if v.dtype == torch.float16:
         # Two weighted means, so that every factor fits half precision: each channel of k averages v over the positions,
         # and each q averages the channels. 1 / N goes half to k and half to v. The result does not depend on `typical`.
         typical = k_mean.detach().clamp(min=1e-30)
-        q = q * typical
+        q = ((q * typical).unflatten(-1, [num_heads, -1]) * inverse_normalizer).flatten(2)
         context = _outer((k / (typical * N ** 0.5)).to(v.dtype), v * N ** -0.5, num_heads)
-    else:
-        context = _outer(k.to(v.dtype), v, num_heads) * (1 / N)
-    return _apply(q.to(v.dtype), context).reshape(B, H, W, C) + depthwise
+        return _apply(q.to(v.dtype), context).reshape(B, H, W, C) + depthwise
+    context = _outer(k.to(v.dtype), v, num_heads) * (1 / N)
+    out = _apply(q.to(v.dtype), context).unflatten(-1, [num_heads, -1]) * inverse_normalizer  # a pass less than on q
+    return out.reshape(B, H, W, C).to(v.dtype) + depthwise
 
 
 def _focus_in_place(u: torch.Tensor, inverse_scale: torch.Tensor, p: float) -> tuple[torch.Tensor, ...]:
