@@ -90,21 +90,28 @@ def training_step(run: Callable, x: torch.Tensor) -> Callable[[], None]:
     return lambda: run(x).backward(gradient)
 
 
-def compare(module: nn.Module, x: torch.Tensor, seconds: float, **more: Callable) -> dict[str, float]:
+def compare(
+        module: nn.Module,
+        x: torch.Tensor,
+        seconds: float,
+        compiled: bool = True,
+        **more: Callable,
+) -> dict[str, float]:
     """Medians and bytes of a module and its transcription.
 
     Args:
         module: Network or operator.
         x: Its input.
         seconds: Time for inference, and for training.
+        compiled: Compile both too.
         **more: Further runs beside inference, by name.
     """
     torch._dynamo.reset()
     module.eval()
-    runs = {
-        'eager': module, 'compiled': torch.compile(module, fullgraph=True, dynamic=False),
-        'eager_literal': transcribed(module),
-        'compiled_literal': transcribed(torch.compile(Wrapped(module), fullgraph=True, dynamic=False)), **more}
+    runs = {'eager': module, 'eager_literal': transcribed(module), **more}
+    if compiled:
+        runs['compiled'] = torch.compile(module, fullgraph=True, dynamic=False)
+        runs['compiled_literal'] = transcribed(torch.compile(Wrapped(module), fullgraph=True, dynamic=False))
     times = medians({name: inference(run, x) for name, run in runs.items()}, seconds)
     module.train()
     runs = {'': module, '_literal': transcribed(module)}
@@ -113,42 +120,42 @@ def compare(module: nn.Module, x: torch.Tensor, seconds: float, **more: Callable
 
 
 def ratios(figures: dict[str, float]) -> list[str]:
-    return [f'{figures[f"{name}_literal"] / figures[name]:.2f}' for name in ('eager', 'compiled', 'step', 'kept')]
+    """How often a module's figures are in those of its transcription."""
+    return [f'{figures[f"{name}_literal"] / figures[name]:.2f}' if name in figures else ''
+            for name in ('eager', 'compiled', 'step', 'kept')]
 
 
-def operators(batch_size: int, seconds: float) -> None:
+def operators(args: argparse.Namespace) -> None:
     rows = []
     for side, dim, num_heads in OPERATORS:
         module = FocusedLinearAttention(dim, num_heads, side)
-        x = torch.randn(batch_size, side, side, dim)
-        figures = compare(module, x, seconds, projections=lambda x, m=module: m.proj(m.qkv(x)[..., :x.shape[-1]]))
+        x = torch.randn(args.batch_size, side, side, dim)
+        figures = compare(module, x, args.seconds, projections=lambda x, m=module: m.proj(m.qkv(x)[..., :x.shape[-1]]))
         rows.append([
             f'{side}² × {dim}, {num_heads} heads', *ratios(figures),
             *(f'{figures[name] / figures["projections"]:.2f}' for name in ('eager', 'compiled'))])
     print(as_text(['operator', 'eager', 'compiled', 'training', 'kept', 'projections', 'projections, compiled'], rows))
 
 
-def networks(batch_size: int, seconds: float) -> None:
+def networks(args: argparse.Namespace) -> None:
     rows = []
     for name in NETWORKS:
-        rows.append([name, *ratios(compare(
-            timm.create_model(name), torch.randn(batch_size, 3, 224, 224), seconds))])
+        x = torch.randn(args.batch_size, 3, 224, 224)
+        rows.append([name, *ratios(compare(timm.create_model(name), x, args.seconds, args.compile))])
     print(as_text(['network', 'eager', 'compiled', 'training', 'kept'], rows))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog='python -m benchmarks', description=__doc__)
     parser.add_argument('--only', choices=['operators', 'networks'], help='one of the two tables')
+    parser.add_argument('--compile', action='store_true', help='compile the networks too, which takes minutes')
     parser.add_argument('--batch-size', type=int, default=4, metavar='N', help='images (default: 4)')
     parser.add_argument('--seconds', type=float, default=4, metavar='S', help='for each comparison (default: 4)')
-    parser.add_argument('--threads', type=int, metavar='N', help="of torch (default: torch's own)")
     args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
     print(f'torch {torch.__version__}, {torch.get_num_threads()} threads, float32, batch {args.batch_size}')
     for table in (operators, networks):
         if args.only in (None, table.__name__):
-            table(args.batch_size, args.seconds)
+            table(args)
 
 
 if __name__ == '__main__':
