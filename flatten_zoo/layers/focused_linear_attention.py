@@ -127,10 +127,11 @@ class FocusedLinearCore(nn.Module):
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Output O (B, H, W, num_heads · head_dim) for queries, keys and values of that shape."""
-        k = k + self._positional_encoding(q.shape[1], q.shape[2])
+        positional_encoding = self._positional_encoding(q.shape[1], q.shape[2])
         weight, bias = self._depthwise_kernels()
         return depthwise_and_focused_attention(
-            q, k, v, inverse_softplus(self.scale), weight, bias, self.focusing_factor, self.num_heads)
+            q, k, v, positional_encoding, inverse_softplus(self.scale), weight, bias, self.focusing_factor,
+            self.num_heads)
 
     def attention_matrix(
             self,

@@ -84,6 +84,7 @@ def plain_attention(
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        positional_encoding: torch.Tensor,
         inverse_scale: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor,
@@ -96,7 +97,7 @@ def plain_attention(
     depthwise = _depthwise_conv(v, weight, bias)
     v = v.reshape(B, N, C)
     q, r_q = focus(q.reshape(B, N, C), inverse_scale, p)
-    k, r_k = focus(k.reshape(B, N, C), inverse_scale, p)
+    k, r_k = focus((k + positional_encoding).reshape(B, N, C), inverse_scale, p)
     k = k * r_k
     k_mean = k.mean(dim=1, keepdim=True)
     normalizer = (q * k_mean).unflatten(-1, [num_heads, -1]).sum(dim=-1, keepdim=True)
@@ -123,7 +124,9 @@ def _focus_in_place(u: torch.Tensor, inverse_scale: torch.Tensor, p: float) -> t
     return size, norm, norm / torch.linalg.vector_norm(u, dim=-1, keepdim=True)
 
 
-def _attention_in_place(q, k, v, inverse_scale, weight, bias, p, num_heads) -> tuple[torch.Tensor, ...]:
+def _attention_in_place(
+        q, k, v, positional_encoding, inverse_scale, weight, bias, p, num_heads,
+) -> tuple[torch.Tensor, ...]:
     """`plain_attention` on two buffers, and what its backward pass needs: numbers per token and per head."""
     with torch.autocast(q.device.type, enabled=False):
         B, H, W, C = q.shape
@@ -131,7 +134,7 @@ def _attention_in_place(q, k, v, inverse_scale, weight, bias, p, num_heads) -> t
         out = _depthwise_conv(v, weight, bias).reshape(B, N, C)
         v = v.reshape(B, N, C)
         q = _at_least_float32(q.reshape(B, N, C).relu())
-        k = _at_least_float32(k.reshape(B, N, C).relu())
+        k = _at_least_float32((k + positional_encoding).reshape(B, N, C).relu_())
         size_q, norm_q, r_q = _focus_in_place(q, inverse_scale, p)
         size_k, norm_k, r_k = _focus_in_place(k, inverse_scale, p)
         k.mul_(r_k)
@@ -160,10 +163,10 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, *_):
         if grad is None:
-            return (None,) * 8
+            return (None,) * 9
         p, num_heads = ctx.p, ctx.num_heads
         saved = ctx.saved_tensors  # once: gradient checkpointing gives them only once
-        inputs, saved = saved[:6], saved[6:]
+        inputs, saved = saved[:7], saved[7:]
         with torch.autocast(grad.device.type, enabled=False):
             if (
                     torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
@@ -184,22 +187,22 @@ def _differentiated(grad, inputs, needed, p, num_heads):
         out = plain_attention(*inputs, p, num_heads)
     wanted = [x for x, need in zip(inputs, needed, strict=False) if need]
     grads = iter(torch.autograd.grad(out, wanted, grad, create_graph=create_graph))
-    return [next(grads) if need else None for need in needed[:6]]
+    return [next(grads) if need else None for need in needed[:7]]
 
 
 def _attention_backward(
-        grad, q, k, v, inverse_scale, weight, bias,
+        grad, q, k, v, positional_encoding, inverse_scale, weight, bias,
         size_q, norm_q, r_q, size_k, norm_k, r_k, k_mean, context, normalizer, p, num_heads, needed,
 ):
-    """Gradients of the first six arguments by hand, on as few buffers as there are."""
+    """Gradients of the first seven arguments by hand, on as few buffers as there are."""
     B, H, W, C = q.shape
     N = H * W
     padding = weight.shape[-1] // 2
     grad_v, grad_weight, grad_bias = torch.ops.aten.convolution_backward(
         grad.permute(0, 3, 1, 2), v.permute(0, 3, 1, 2), weight.to(v.dtype), [C], [1, 1], [padding, padding], [1, 1],
-        False, [0, 0], C, [True, needed[4], needed[5]])
+        False, [0, 0], C, [True, needed[5], needed[6]])
     grad_v = grad_v.permute(0, 2, 3, 1).reshape(B, N, C)
-    grad, x_q, x_k, v = (x.reshape(B, N, C) for x in (grad, q, k, v))
+    grad, v = grad.reshape(B, N, C), v.reshape(B, N, C)
 
     def recompute(x, size):
         """u and w of `_focus_in_place`."""
@@ -209,13 +212,15 @@ def _attention_backward(
 
     def through_focus(grad, along_w, along_u, x, u, w):
         """Gradients of x and, over all tokens, of the inverse scale, where that of u is
-        p · (w / u) · (grad - along_w · w) + along_u · u."""
-        grad.addcmul_(along_w, w, value=-1).mul_(w).div_(u).mul_(p).addcmul_(along_u, u)
-        grad_inverse_scale = (grad * u).sum(dim=(0, 1)) / inverse_scale if needed[3] else None
-        return torch.ops.aten.threshold_backward(grad.mul_(inverse_scale).to(x.dtype), x, 0), grad_inverse_scale
+        p · (w / u) · (grad - along_w · w) + along_u · u. Overwrites grad and w."""
+        grad.addcmul_(along_w, w, value=-1).mul_(w)
+        grad_u = torch.mul(along_u, u, out=w).addcdiv_(grad, u, value=p)
+        grad_inverse_scale = torch.mul(grad_u, u, out=grad).sum(dim=(0, 1)) / inverse_scale if needed[4] else None
+        return torch.ops.aten.threshold_backward(grad_u.mul_(inverse_scale).to(x.dtype), x, 0), grad_inverse_scale
 
     # Queries: the output is (w / normalizer) context, and the normalizer w · k_mean + ε ‖w‖ / ‖u‖
-    u, w = recompute(x_q, size_q)
+    x = q.reshape(B, N, C)
+    u, w = recompute(x, size_q)
     by_head = normalizer.unsqueeze(-1)
     weights = (w.unflatten(-1, [num_heads, -1]) / by_head).flatten(2)
     grad_context = _outer(weights.to(v.dtype), grad, num_heads)
@@ -225,22 +230,29 @@ def _attention_backward(
     grad_w.unflatten(-1, [num_heads, -1]).div_(by_head).addcmul_(
         grad_normalizer.unsqueeze(-1), k_mean.view(B, 1, num_heads, -1))
     radial = grad_normalizer.sum(dim=-1, keepdim=True) * -1e-6 / norm_q ** 2
-    grad_q, grad_inverse_scale = through_focus(grad_w, radial * r_q, radial / r_q, x_q, u, w)
+    grad_q, grad_inverse_scale = through_focus(grad_w, radial * r_q, radial / r_q, x, u, w)
 
     # Keys: the context is fᵀ v / N, with f = r w of the norm of u
-    u, f = recompute(x_k, size_k)
+    x = (k + positional_encoding).reshape(B, N, C)
+    u, f = recompute(x, size_k)
     f.mul_(r_k)
     grad_v.add_(_apply(f.to(v.dtype), grad_context), alpha=1 / N)
     grad_f = _at_least_float32(_apply(v, grad_context.transpose(2, 3))).add_(grad_k_mean).mul_(1 / N)
     radial = (f * grad_f).sum(dim=-1, keepdim=True) / norm_k ** 2
-    grad_k, grad_inverse_scale_of_k = through_focus(grad_f, radial, radial, x_k, u, f)
+    grad_k, grad_inverse_scale_of_k = through_focus(grad_f, radial, radial, x, u, f)
+    grad_k = grad_k.view_as(k)
+    grad_positional_encoding = None
     if needed[3]:
-        grad_inverse_scale = grad_inverse_scale + grad_inverse_scale_of_k
+        grad_positional_encoding = grad_k.sum(dim=0, keepdim=True).to(positional_encoding.dtype)
     if needed[4]:
-        grad_weight = grad_weight.to(weight.dtype)
+        grad_inverse_scale = grad_inverse_scale + grad_inverse_scale_of_k
     if needed[5]:
+        grad_weight = grad_weight.to(weight.dtype)
+    if needed[6]:
         grad_bias = grad_bias.to(bias.dtype)
-    return grad_q.view_as(q), grad_k.view_as(k), grad_v.view_as(q), grad_inverse_scale, grad_weight, grad_bias
+    return (
+        grad_q.view_as(q), grad_k.to(k.dtype), grad_v.view_as(q), grad_positional_encoding, grad_inverse_scale,
+        grad_weight, grad_bias)
 
 
 @register_notrace_function  # reason: looks at what records or transforms it
@@ -248,6 +260,7 @@ def depthwise_and_focused_attention(
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        positional_encoding: torch.Tensor,
         inverse_scale: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor,
@@ -257,7 +270,8 @@ def depthwise_and_focused_attention(
     """The sum of focused linear attention, before its projection, and of a depthwise convolution of the values.
 
     Args:
-        q, k, v: Queries, keys with their positional encoding, and values, each (B, H, W, C).
+        q, k, v: Queries, keys and values, each (B, H, W, C).
+        positional_encoding: What is added to the keys, (1, H, W, C).
         inverse_scale: What relu(q) and relu(k) are multiplied by, (1, 1, C), at least in float32.
         weight: Kernels of the convolution, (C, 1, odd size, the same size).
         bias: Its bias, (C,).
@@ -268,7 +282,7 @@ def depthwise_and_focused_attention(
         (B, H, W, C), in the type of v.
     """
     if not torch.jit.is_scripting():
-        inputs = (q, k, v, inverse_scale, weight, bias)
+        inputs = (q, k, v, positional_encoding, inverse_scale, weight, bias)
         if not (
                 v.dtype == torch.float16  # its range takes another arrangement
                 or v.is_meta  # nothing is computed, and what counts operations shall find them
@@ -279,4 +293,4 @@ def depthwise_and_focused_attention(
             if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
                 return _Attention.apply(*inputs, p, num_heads)[0]
             return _attention_in_place(*inputs, p, num_heads)[0]
-    return plain_attention(q, k, v, inverse_scale, weight, bias, p, num_heads)
+    return plain_attention(q, k, v, positional_encoding, inverse_scale, weight, bias, p, num_heads)
