@@ -1,10 +1,13 @@
 """Non-overlapping patch embedding for every input size."""
 import timm.layers
 import torch
-import torch.nn.functional as F
 from timm.layers.trace_utils import _assert
 
+from ._padding import pad_for_convolution
+
 __all__ = ['PatchEmbed']
+
+torch.fx.wrap('pad_for_convolution')  # looks at sizes
 
 
 class PatchEmbed(timm.layers.PatchEmbed):
@@ -40,9 +43,8 @@ class PatchEmbed(timm.layers.PatchEmbed):
             _assert(H == self.img_size[0], f'Input height ({H}) is not the model\'s ({self.img_size[0]}); {way_out}.')
             _assert(W == self.img_size[1], f'Input width ({W}) is not the model\'s ({self.img_size[1]}); {way_out}.')
         else:
-            # enough for any size, as the convolution leaves out what is short of a patch; an amount computed from H
-            # and W would make their expressions in an exported graph grow from stage to stage
-            dilation = self.proj.dilation
-            x = F.pad(x, (0, dilation[1] * (self.patch_size[1] - 1), 0, dilation[0] * (self.patch_size[0] - 1)))
+            stride, dilation = self.proj.stride, self.proj.dilation
+            reach = [dilation[0] * (self.patch_size[0] - 1) + 1, dilation[1] * (self.patch_size[1] - 1) + 1]
+            x = pad_for_convolution(x, [stride[0], stride[1]], reach)
         x = self.norm(self.proj(x).permute(0, 2, 3, 1))
         return x.flatten(1, 2) if self.flatten else x

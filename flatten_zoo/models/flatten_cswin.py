@@ -36,10 +36,13 @@ from ._flatten import (
     resolve_attn_types,
     unwrap_state_dict,
 )
+from ._padding import pad_for_convolution
 from ._pyramid import PyramidStage, PyramidTransformer
 from ._released import official_url
 
 __all__ = ['FlattenCSwin']
+
+torch.fx.wrap('pad_for_convolution')  # looks at sizes
 
 
 class ConvEmbed(nn.Module):
@@ -49,12 +52,13 @@ class ConvEmbed(nn.Module):
         super().__init__()
         dd = {'device': device, 'dtype': dtype}
         padding = (kernel_size - stride + 1) // 2
-        self.extra_padding = kernel_size - 1 - 2 * padding  # on the right and bottom, for ⌈size / stride⌉ positions
+        self.reach = kernel_size - 2 * padding
         self.proj = nn.Conv2d(in_chans, dim, kernel_size, stride=stride, padding=padding, **dd)
         self.norm = nn.LayerNorm(dim, **dd)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.pad(x, (0, self.extra_padding, 0, self.extra_padding))
+        stride = self.proj.stride
+        x = pad_for_convolution(x, [stride[0], stride[1]], [self.reach, self.reach])
         return self.norm(self.proj(x).permute(0, 2, 3, 1))
 
 
@@ -68,7 +72,7 @@ def stripe_and_padded(height: int, width: int, split_size: int, direction: str) 
 
 
 def to_stripes(x: torch.Tensor, stripe_h: int, stripe_w: int) -> torch.Tensor:
-    """(B, H, W, C) map to (B · stripes, stripe height, stripe width, C)."""
+    """(B, H, W, …) map to (B · stripes, stripe height, stripe width, …)."""
     x = x.unflatten(2, [x.shape[2] // stripe_w, stripe_w]).unflatten(1, [x.shape[1] // stripe_h, stripe_h])
     return x.transpose(2, 3).clone(memory_format=torch.contiguous_format).flatten(0, 2)
 
@@ -78,20 +82,20 @@ def to_stripes(x: torch.Tensor, stripe_h: int, stripe_w: int) -> torch.Tensor:
 def attend_in_stripes(
         qkv: torch.Tensor, num_heads: int, split_size: int, direction: str, dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention in the stripes of a (B, H, W, 3 · C) map, and their values: (B · stripes, height, width, C) each."""
-    B, H, W, C3 = qkv.shape
+    """Attention in the stripes of a (B, H, W, 3, C) map, and their values: (B · stripes, height, width, C) each."""
+    B, H, W, _, C = qkv.shape
     stripe_h, stripe_w, padded_h, padded_w = stripe_and_padded(H, W, split_size, direction)
     N = stripe_h * stripe_w
     mask: torch.Tensor | None = None
     # an exported graph must also serve sizes that pad
     if direction != 'whole' and (is_exporting() or padded_h > H or padded_w > W):
-        padding = [0, 0, 0, padded_w - W, 0, padded_h - H]
-        inside = F.pad(torch.ones(1, H, W, 1, device=qkv.device), padding)
+        padding = [0, 0, 0, 0, 0, padded_w - W, 0, padded_h - H]
+        inside = F.pad(torch.ones(1, H, W, 1, 1, device=qkv.device), padding)
         mask = to_stripes(inside, stripe_h, stripe_w).reshape(-1, 1, 1, N).repeat(B, 1, 1, 1) > 0
         qkv = F.pad(qkv, padding)
     qkv = to_stripes(qkv, stripe_h, stripe_w)
-    v = qkv.chunk(3, dim=-1)[2]
-    q, k, v_heads = qkv.reshape(-1, N, 3, num_heads, C3 // 3 // num_heads).permute(2, 0, 3, 1, 4).unbind(0)
+    v = qkv[..., 2, :]
+    q, k, v_heads = qkv.reshape(-1, N, 3, num_heads, C // num_heads).permute(2, 0, 3, 1, 4).unbind(0)
     x = F.scaled_dot_product_attention(q, k, v_heads, attn_mask=mask, dropout_p=dropout)
     return x.transpose(1, 2).reshape(v.shape), v
 
@@ -117,7 +121,7 @@ class LocallyEnhancedPositionalEncoding(nn.Conv2d):
 
 
 class FocusedLinearBranch(FocusedLinearCore):
-    """Focused linear attention over the whole grid, plus LePE: (B, H, W, 3 · C) q, k and v to (B, H, W, C)."""
+    """Focused linear attention over the whole grid, plus LePE: (B, H, W, 3, C) q, k and v to (B, H, W, C)."""
 
     def __init__(self, num_heads: int, head_dim: int, grid_size: tuple[int, int], device=None, dtype=None, **kwargs):
         dd = {'device': device, 'dtype': dtype}
@@ -125,7 +129,7 @@ class FocusedLinearBranch(FocusedLinearCore):
         self.get_v = LocallyEnhancedPositionalEncoding(num_heads * head_dim, **dd)
 
     def forward(self, qkv: torch.Tensor) -> torch.Tensor:
-        q, k, v = qkv.chunk(3, dim=-1)
+        q, k, v = qkv.unbind(-2)
         return self.attend(q, k, v) + self.get_v(v)
 
     def depthwise_matrix(
@@ -141,7 +145,7 @@ class FocusedLinearBranch(FocusedLinearCore):
 
 
 class StripeBranch(nn.Module):
-    """Softmax attention inside stripes (section 3.2), plus LePE: (B, H, W, 3 · C) q, k and v to (B, H, W, C).
+    """Softmax attention inside stripes (section 3.2), plus LePE: (B, H, W, 3, C) q, k and v to (B, H, W, C).
 
     A grid that the stripes do not divide is padded; padded positions are not attended to.
     """
@@ -235,13 +239,10 @@ class FlattenCSwinBlock(nn.Module):
         self.drop_path2 = DropPath(drop_path) if drop_path > 0. else nn.Identity()
 
     def _attn(self, x: torch.Tensor) -> torch.Tensor:
-        qkv = self.qkv(x)
-        if len(self.attns) > 1:
-            # every branch takes its share of the channels of queries, keys and values
-            qkv = qkv.unflatten(-1, (3, len(self.attns), -1)).transpose(-3, -2).flatten(-2)
-            x = torch.cat([attn(qkv[..., i, :]) for i, attn in enumerate(self.attns)], dim=-1)
-        else:
-            x = self.attns[0](qkv)
+        # every branch takes its share of the channels of queries, keys and values
+        qkv = self.qkv(x).unflatten(-1, (3, len(self.attns), -1))
+        branches = [attn(qkv[..., i, :]) for i, attn in enumerate(self.attns)]
+        x = torch.cat(branches, dim=-1) if len(branches) > 1 else branches[0]
         return self.proj_drop(self.proj(x))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

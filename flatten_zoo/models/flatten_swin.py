@@ -26,10 +26,13 @@ from ._flatten import (
     resolve_attn_types,
     unwrap_state_dict,
 )
+from ._padding import pad_to_windows
 from ._patch_embed import PatchEmbed
 from ._released import build_released_model, official_url
 
 __all__ = ['FlattenSwin']
+
+torch.fx.wrap('pad_to_windows')  # looks at sizes
 
 
 class FlattenSwinBlock(nn.Module):
@@ -100,7 +103,7 @@ class WindowBlock(SwinTransformerBlock):
         has_shift = any(self.shift_size)
         if has_shift:
             x = torch.roll(x, shifts=(-self.shift_size[0], -self.shift_size[1]), dims=(1, 2))
-        x = F.pad(x, (0, 0, 0, W_padded - W, 0, H_padded - H))
+        x = pad_to_windows(x, [self.window_size[0], self.window_size[1]])
         if has_shift and self.dynamic_mask:
             attn_mask = shift_mask(x, self.window_size, self.shift_size)
         else:
@@ -120,7 +123,7 @@ class EvenPatchMerging(PatchMerging):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         B, H, W, C = x.shape
         rows, columns = (H + 1) // 2, (W + 1) // 2
-        x = F.pad(x, (0, 0, 0, 2 * columns - W, 0, 2 * rows - H))
+        x = pad_to_windows(x, [2, 2])
         x = x.reshape(B, rows, 2, columns, 2, C).permute(0, 1, 3, 4, 2, 5).flatten(3)
         return self.reduction(self.norm(x))
 

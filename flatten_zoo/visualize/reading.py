@@ -224,8 +224,9 @@ def queries_keys_values(
     Returns:
         Each B × H × W × channels.
     """
-    if hasattr(attn, 'qkv'):
-        x = attn.qkv(x)
+    if not hasattr(attn, 'qkv'):
+        return x.unbind(-2)
+    x = attn.qkv(x)
     if feat_size is not None:
         x = x.unflatten(1, tuple(feat_size))
     return x.chunk(3, dim=-1)
