@@ -3,11 +3,12 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from timm.layers import is_exporting, to_2tuple
+from timm.layers import to_2tuple
 from torch import nn
 
 from .attention_rows import select_queries
 from .projected_attention import check_dimensions
+from .sizes import surely_equal
 
 __all__ = ['InterlacedSparseAttention']
 
@@ -147,13 +148,13 @@ def _padding(h: int, w: int, group_size: tuple[int, int]) -> list[int]:
     return [cols // 2, cols - cols // 2, rows // 2, rows - rows // 2]
 
 
-# These two look at sizes: symbolic tracing leaves them whole, and `torch.jit.trace` scripts them. An exported graph is
-# for all sizes and always pads, if only by nothing; elsewhere that copy is saved.
+# These two look at sizes: symbolic tracing leaves them whole, and `torch.jit.trace` scripts them. A graph for several
+# sizes always pads, if only by nothing; elsewhere that copy is saved.
 @torch.fx.wrap
 @torch.jit.script_if_tracing
 def _pad_to_groups(x: torch.Tensor, group_size: tuple[int, int]) -> torch.Tensor:
     padding = _padding(x.shape[2], x.shape[3], group_size)
-    return F.pad(x, padding) if is_exporting() or sum(padding) > 0 else x
+    return x if surely_equal(sum(padding), 0) else F.pad(x, padding)
 
 
 @torch.fx.wrap
@@ -161,7 +162,7 @@ def _pad_to_groups(x: torch.Tensor, group_size: tuple[int, int]) -> torch.Tensor
 def _crop_padding(y: torch.Tensor, x: torch.Tensor, group_size: tuple[int, int]) -> torch.Tensor:
     """What `_pad_to_groups(x, …)` has become, without what it added."""
     padding = _padding(x.shape[2], x.shape[3], group_size)
-    return F.pad(y, [-p for p in padding]) if is_exporting() or sum(padding) > 0 else y
+    return y if surely_equal(sum(padding), 0) else F.pad(y, [-p for p in padding])
 
 
 def _softmax_rows(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
