@@ -7,7 +7,7 @@ import torch.fx.experimental._config as export_config
 
 from flatten_zoo import InterlacedSparseAttention, NonLocalAttention
 
-from .operators import SMALL, in_dtype, output_and_gradients, relative_error
+from .operators import SMALL, Maps, in_dtype, output_and_gradients, relative_error
 
 operators = pytest.mark.parametrize('make', SMALL.values(), ids=SMALL)
 
@@ -88,6 +88,14 @@ def test_half_precision_is_close_to_float64(make, dtype, tolerance, autocast):
         assert a.isfinite().all()
         # zero: the bias of keys, which does not move a softmax over positions
         assert (a - e).norm() < tolerance * e.norm() or e.norm() < 1e-9
+
+
+@operators
+def test_half_precision_makes_no_map_in_float32(make):
+    module, x = make().bfloat16(), torch.randn(2, 16, 16, 16, dtype=torch.bfloat16, requires_grad=True)
+    with Maps(torch.float32, 2 * 8 * 16 * 16) as maps:  # as large as queries, keys and values
+        module(x).sum().backward()
+    assert not maps.operations
 
 
 @operators
