@@ -48,3 +48,20 @@ class LargestTensor(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.numel = max(self.numel, *(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor)), 0)
         return out
+
+
+class Maps(TorchDispatchMode):
+    """Records the operations that make a tensor of a type with at least so many elements."""
+
+    def __init__(self, dtype: torch.dtype, numel: int):
+        super().__init__()
+        self.dtype = dtype
+        self.numel = numel
+        self.operations = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.operations += [
+            func.overloadpacket.__name__ for t in tree_leaves(out)
+            if isinstance(t, torch.Tensor) and t.dtype == self.dtype and t.numel() >= self.numel]
+        return out

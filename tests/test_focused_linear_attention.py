@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flatten_zoo.layers import FocusedLinearAttention
 
-from .operators import LargestTensor
+from .operators import LargestTensor, Maps
 
 
 def make_attention(dim=32, num_heads=2, grid_size=(6, 5), seed=0, dtype=torch.float64, **kwargs):
@@ -261,6 +261,18 @@ def test_exported_program_serves_other_sizes(dynamic):
     for shape in [(2, 6, 5, 32), (5, 6, 5, 32)] + ([(3, 9, 4, 32), (1, 2, 7, 32)] if dynamic else []):
         x = torch.randn(shape)
         torch.testing.assert_close(program(x), attn(x))
+
+
+def test_bfloat16_is_left_for_the_feature_map_alone():
+    """q and k to float32 and their features back; in the backward pass the same, and the gradients of both."""
+    attn = make_attention(grid_size=12, dtype=torch.bfloat16)
+    x = torch.randn(2, 12, 12, 32, dtype=torch.bfloat16, requires_grad=True)
+    with Maps(torch.float32, x.numel()) as to_float32, Maps(torch.bfloat16, x.numel()) as to_bfloat16:
+        y = attn(x)
+        y.backward(torch.ones_like(y))
+    assert [m.operations.count('_to_copy') for m in (to_float32, to_bfloat16)] == [6, 6]
+    assert not {'mm', 'addmm', 'bmm', 'baddbmm', 'convolution', 'convolution_backward'} & {*to_float32.operations}
+
 
 
 def test_compiles_with_inductor():

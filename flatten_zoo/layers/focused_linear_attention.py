@@ -13,10 +13,11 @@ from torch import nn
 
 from .attention_rows import convolution_rows, select_queries
 from .focused_linear_function import depthwise_and_focused_attention, focus, inverse_softplus
+from .position_tensors import resample_positions
 
 __all__ = ['FocusedLinearAttention', 'FocusedLinearCore', 'focused_feature_map']
 
-torch.fx.wrap('resample_abs_pos_embed_nhwc')  # branches on sizes
+torch.fx.wrap('resample_positions')  # branches on sizes
 torch.fx.wrap('depthwise_and_focused_attention')  # looks at what transforms it
 
 
@@ -113,7 +114,7 @@ class FocusedLinearCore(nn.Module):
 
     def _positional_encoding(self, height: int, width: int) -> torch.Tensor:
         if self.dynamic_grid_size:
-            return resample_abs_pos_embed_nhwc(self.positional_encoding, [height, width])
+            return resample_positions(self.positional_encoding, height, width)
         way_out = 'build the network with img_size= for this size, or with dynamic_img_size=True for any'
         _assert(height == self.grid_size[0], f'Grid height ({height}) is not {self.grid_size[0]}; {way_out}.')
         _assert(width == self.grid_size[1], f'Grid width ({width}) is not {self.grid_size[1]}; {way_out}.')

@@ -3,11 +3,12 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from timm.layers import is_exporting, to_2tuple
+from timm.layers import to_2tuple
 from torch import nn
 
 from .attention_rows import select_queries
 from .projected_attention import check_dimensions
+from .sizes import surely_equal
 
 __all__ = ['InterlacedSparseAttention']
 
@@ -67,9 +68,9 @@ class InterlacedSparseAttention(nn.Module):
         self.residual = residual
 
         dd = {'device': device, 'dtype': dtype}
-        self.long_range_sa = _GroupedSelfAttention(
+        self.long_range_sa = GroupedSelfAttention(
             dim, key_dim, value_dim, out_dim, self.group_size, long_range=True, **dd)
-        self.short_range_sa = _GroupedSelfAttention(
+        self.short_range_sa = GroupedSelfAttention(
             out_dim, key_dim, value_dim, out_dim, self.group_size, long_range=False, final_act=not residual, **dd)
 
     def zero_init_last(self) -> None:
@@ -147,13 +148,13 @@ def _padding(h: int, w: int, group_size: tuple[int, int]) -> list[int]:
     return [cols // 2, cols - cols // 2, rows // 2, rows - rows // 2]
 
 
-# These two look at sizes: symbolic tracing leaves them whole, and `torch.jit.trace` scripts them. An exported graph is
-# for all sizes and always pads, if only by nothing; elsewhere that copy is saved.
+# These two look at sizes: symbolic tracing leaves them whole, and `torch.jit.trace` scripts them. A graph for several
+# sizes always pads, if only by nothing; elsewhere that copy is saved.
 @torch.fx.wrap
 @torch.jit.script_if_tracing
 def _pad_to_groups(x: torch.Tensor, group_size: tuple[int, int]) -> torch.Tensor:
     padding = _padding(x.shape[2], x.shape[3], group_size)
-    return F.pad(x, padding) if is_exporting() or sum(padding) > 0 else x
+    return x if surely_equal(sum(padding), 0) else F.pad(x, padding)
 
 
 @torch.fx.wrap
@@ -161,7 +162,7 @@ def _pad_to_groups(x: torch.Tensor, group_size: tuple[int, int]) -> torch.Tensor
 def _crop_padding(y: torch.Tensor, x: torch.Tensor, group_size: tuple[int, int]) -> torch.Tensor:
     """What `_pad_to_groups(x, …)` has become, without what it added."""
     padding = _padding(x.shape[2], x.shape[3], group_size)
-    return F.pad(y, [-p for p in padding]) if is_exporting() or sum(padding) > 0 else y
+    return y if surely_equal(sum(padding), 0) else F.pad(y, [-p for p in padding])
 
 
 def _softmax_rows(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -169,7 +170,7 @@ def _softmax_rows(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return (q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)).softmax(dim=-1)
 
 
-class _GroupedSelfAttention(nn.Module):
+class GroupedSelfAttention(nn.Module):
     """Self-attention within groups: W(softmax(θ(x) φ(x)ᵀ / √d_k) g(x)), the step of both ranges.
 
     θ, φ, g and W are the official `f_query`, `f_key`, `f_value` and `W`. They act on single positions, so they run on

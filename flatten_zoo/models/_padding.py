@@ -1,11 +1,12 @@
 """Padding at the end of maps, which costs a copy only where it adds something.
 
-They look at sizes: `torch.jit.trace` scripts them, and who imports them wraps them for symbolic tracing. An exported
-graph is for all sizes and always pads, if only by nothing.
+Both look at sizes: `torch.jit.trace` scripts them, and who imports them wraps them for symbolic tracing. A graph for
+several sizes always pads, if only by nothing.
 """
 import torch
 import torch.nn.functional as F
-from timm.layers import is_exporting
+
+from ..layers.sizes import surely_equal
 
 __all__ = ['pad_for_convolution', 'pad_to_windows']
 
@@ -19,17 +20,19 @@ def pad_for_convolution(x: torch.Tensor, stride: list[int], reach: list[int]) ->
         stride: Of the convolution, vertical and horizontal.
         reach: Rows and columns that it sees from a position, less its own padding on both sides.
     """
-    rows = (x.shape[2] - reach[0]) // stride[0] + 1
-    columns = (x.shape[3] - reach[1]) // stride[1] + 1
-    short = rows < (x.shape[2] + stride[0] - 1) // stride[0] or columns < (x.shape[3] + stride[1] - 1) // stride[1]
+    H, W = x.shape[2], x.shape[3]
+    rows, columns = (H - reach[0]) // stride[0] + 1, (W - reach[1]) // stride[1] + 1
+    if surely_equal((H + stride[0] - 1) // stride[0], rows) and surely_equal((W + stride[1] - 1) // stride[1], columns):
+        return x
     # enough for any size, as the convolution leaves out what is short of a stride; an amount computed from H and W
     # would make their expressions in an exported graph grow from stage to stage
-    return F.pad(x, [0, reach[1] - 1, 0, reach[0] - 1]) if is_exporting() or short else x
+    return F.pad(x, [0, reach[1] - 1, 0, reach[0] - 1])
 
 
 @torch.jit.script_if_tracing
 def pad_to_windows(x: torch.Tensor, window_size: list[int]) -> torch.Tensor:
     """Pad a (B, H, W, C) map to multiples of a window's height and width."""
-    rows = (x.shape[1] + window_size[0] - 1) // window_size[0] * window_size[0] - x.shape[1]
-    columns = (x.shape[2] + window_size[1] - 1) // window_size[1] * window_size[1] - x.shape[2]
-    return F.pad(x, [0, 0, 0, columns, 0, rows]) if is_exporting() or rows + columns > 0 else x
+    H, W = x.shape[1], x.shape[2]
+    rows = (H + window_size[0] - 1) // window_size[0] * window_size[0] - H
+    columns = (W + window_size[1] - 1) // window_size[1] * window_size[1] - W
+    return x if surely_equal(rows + columns, 0) else F.pad(x, [0, 0, 0, columns, 0, rows])

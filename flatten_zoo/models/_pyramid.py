@@ -2,17 +2,18 @@
 from collections.abc import Sequence
 
 import torch
-from timm.layers import get_device_dtype, resample_abs_pos_embed_nhwc, trunc_normal_
+from timm.layers import get_device_dtype, trunc_normal_
 from timm.models import checkpoint_seq
 from timm.models._features import feature_take_indices
 from torch import nn
 
+from ..layers.position_tensors import resample_positions
 from ._arguments import check_arguments
 from ._dilation import dilate
 
 __all__ = ['PyramidStage', 'PyramidTransformer']
 
-torch.fx.wrap('resample_abs_pos_embed_nhwc')  # branches on sizes
+torch.fx.wrap('resample_positions')  # branches on sizes
 
 
 class PyramidStage(nn.Module):
@@ -46,7 +47,7 @@ class PyramidStage(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.patch_embed(x)
         if self.pos_embed is not None:
-            x = x + resample_abs_pos_embed_nhwc(self.pos_embed, [x.shape[1], x.shape[2]])
+            x = x + resample_positions(self.pos_embed, x.shape[1], x.shape[2])
         if self.grad_checkpointing and not torch.jit.is_scripting():
             x = checkpoint_seq(self.blocks, x)
         else:

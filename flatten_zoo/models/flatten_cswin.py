@@ -17,7 +17,6 @@ from timm.layers import (
     DropPath,
     Mlp,
     calculate_drop_path_rates,
-    is_exporting,
     to_2tuple,
     to_ntuple,
 )
@@ -26,6 +25,7 @@ from torch import nn
 
 from ..layers import FocusedLinearCore
 from ..layers.attention_rows import convolution_rows, select_queries
+from ..layers.sizes import surely_equal
 from ._arguments import check_any_size, check_arguments
 from ._dilation import stage_strides
 from ._flatten import (
@@ -87,8 +87,7 @@ def attend_in_stripes(
     stripe_h, stripe_w, padded_h, padded_w = stripe_and_padded(H, W, split_size, direction)
     N = stripe_h * stripe_w
     mask: torch.Tensor | None = None
-    # an exported graph must also serve sizes that pad
-    if direction != 'whole' and (is_exporting() or padded_h > H or padded_w > W):
+    if direction != 'whole' and not (surely_equal(padded_h, H) and surely_equal(padded_w, W)):
         padding = [0, 0, 0, 0, 0, padded_w - W, 0, padded_h - H]
         inside = F.pad(torch.ones(1, H, W, 1, 1, device=qkv.device), padding)
         mask = to_stripes(inside, stripe_h, stripe_w).reshape(-1, 1, 1, N).repeat(B, 1, 1, 1) > 0

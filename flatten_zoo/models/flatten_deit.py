@@ -14,6 +14,7 @@ from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_c
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
+from ..layers.position_tensors import resample_positions
 from ._arguments import CheckedClassifier, check_arguments
 from ._features import check_feature_cls, check_out_indices
 from ._flatten import fit_position_tensors, flatten_cfg, focused_twin, resolve_attn_types, unwrap_state_dict
@@ -21,7 +22,7 @@ from ._patch_embed import PatchEmbed
 
 __all__ = ['FlattenViT']
 
-torch.fx.wrap('resample_abs_pos_embed')  # branches on sizes
+torch.fx.wrap('resample_positions')  # branches on sizes
 
 
 class FlattenViTBlock(nn.Module):
@@ -128,16 +129,17 @@ class FlattenViT(CheckedClassifier, VisionTransformer):
 
     def _pos_embed(self, x: torch.Tensor) -> torch.Tensor:
         """(B, H, W, C) map with position embedding, of the patch embedding's tokens or map."""
+        grid_size = self.patch_embed.grid_size
         pos_embed = self.pos_embed
-        if self.dynamic_img_size:
-            H, W = x.shape[1], x.shape[2]
-            if pos_embed is not None:
-                pos_embed = resample_abs_pos_embed(pos_embed, [H, W], self.patch_embed.grid_size, num_prefix_tokens=0)
-        else:
-            H, W = self.patch_embed.grid_size
-            x = x.reshape(x.shape[0], H, W, x.shape[-1])
         if pos_embed is not None:
-            x = x + pos_embed.reshape(1, H, W, -1)
+            pos_embed = pos_embed.reshape(1, grid_size[0], grid_size[1], -1)
+        if self.dynamic_img_size:
+            if pos_embed is not None:
+                pos_embed = resample_positions(pos_embed, x.shape[1], x.shape[2])
+        else:
+            x = x.reshape(x.shape[0], grid_size[0], grid_size[1], x.shape[-1])
+        if pos_embed is not None:
+            x = x + pos_embed
         return self.pos_drop(x)
 
     def forward_features(self, x: torch.Tensor) -> torch.Tensor:

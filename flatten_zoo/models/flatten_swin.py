@@ -15,6 +15,7 @@ from timm.models import generate_default_cfgs, register_model, swin_transformer
 from timm.models.swin_transformer import PatchMerging, SwinTransformer, SwinTransformerBlock
 from torch import nn
 
+from ..layers.sizes import surely_equal
 from ._arguments import CheckedClassifier, check_arguments
 from ._dilation import dilations, stage_strides
 from ._features import check_feature_cls, check_out_indices
@@ -111,7 +112,9 @@ class WindowBlock(SwinTransformerBlock):
         x = x.reshape(B, rows, self.window_size[0], columns, self.window_size[1], C).transpose(2, 3)
         x = self.attn(x.reshape(B * rows * columns, self.window_area, C), mask=attn_mask)
         x = x.reshape(B, rows, columns, self.window_size[0], self.window_size[1], C).transpose(2, 3)
-        x = x.reshape(B, H_padded, W_padded, C)[:, :H, :W]
+        x = x.reshape(B, H_padded, W_padded, C)
+        if not (surely_equal(H, H_padded) and surely_equal(W, W_padded)):
+            x = F.pad(x, (0, 0, 0, W - W_padded, 0, H - H_padded))
         if has_shift:
             x = torch.roll(x, shifts=(self.shift_size[0], self.shift_size[1]), dims=(1, 2))
         return x

@@ -1,0 +1,46 @@
+"""Position tensors at the size of the map."""
+import torch
+import torch.nn.functional as F
+from timm.layers import register_notrace_function
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .sizes import surely_equal
+
+__all__ = ['resample_positions']
+
+_resampled = WeakTensorKeyDictionary()  # by position tensor: a copy of it, and what it became
+
+
+def _resample(positions: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    maps = F.interpolate(positions.permute(0, 3, 1, 2).float(), size=[height, width], mode='bicubic', antialias=True)
+    return maps.permute(0, 2, 3, 1).to(positions.dtype)
+
+
+@torch.jit.ignore
+def _resample_once(positions: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    source, resampled = _resampled.get(positions, (None, None))
+    # a copy tells what no counter does: that the tensor was written through `.data`
+    if (
+            source is None or source.dtype != positions.dtype or resampled.shape[1:3] != (height, width)
+            or not torch.equal(source, positions)
+    ):
+        resampled = _resample(positions, height, width)
+        _resampled[positions] = positions.clone(), resampled
+    return resampled
+
+
+@register_notrace_function  # reason: branches on sizes, and remembers
+def resample_positions(positions: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Bring a position tensor (1, H, W, C) to another grid: `timm.layers.resample_abs_pos_embed_nhwc` for any size.
+
+    On the CPU, where no gradients are wanted, the result for the last size is kept: resampling is up to a tenth of the
+    time of a network on one image.
+    """
+    if surely_equal(height, positions.shape[1]) and surely_equal(width, positions.shape[2]):
+        return positions
+    if not torch.jit.is_scripting() and not (
+            torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_grad_enabled()
+            or positions.device.type != 'cpu'
+    ):
+        return _resample_once(positions, height, width)
+    return _resample(positions, height, width)
