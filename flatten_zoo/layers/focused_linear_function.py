@@ -37,10 +37,8 @@ def focus(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Direction w (..., C) and factor r (..., 1) of the focused function: f(x) = r · w, at least in float32."""
     x = _at_least_float32(x)
-    if folded:
-        u = torch.maximum(x, 1e-6 * _at_least_float32(inverse_scale))
-    else:
-        u = (F.relu(x) + 1e-6) * inverse_scale
+    inverse_scale = _at_least_float32(inverse_scale)
+    u = torch.maximum(x, 1e-6 * inverse_scale) if folded else (F.relu(x) + 1e-6) * inverse_scale
     norm = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
     # f does not depend on the range, so it is a constant to the gradient
     w = (u * _range(u, norm, p).detach().reciprocal()) ** p

@@ -13,8 +13,8 @@ __all__ = ['inference_only', 'make_norms_foldable']
 def inference_only(x: torch.Tensor, training: bool) -> torch.Tensor:
     """x, outside training alone."""
     if training:
-        raise RuntimeError('a folded model cannot be trained: call eval() for inference; to train, keep the model as it '
-                           'was before reparameterize_model')
+        raise RuntimeError('a folded model cannot be trained: call eval() for inference; to train, keep the model as '
+                           'it was before reparameterize_model')
     return x
 
 
