@@ -31,7 +31,7 @@ def trained(model: nn.Module) -> nn.Module:
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):
                 for tensor in (module.weight, module.running_var):
-                    tensor.uniform_(0.5, 2, generator=generator)
+                    tensor.uniform_(0.5, 1.5, generator=generator)
                 for tensor in (module.bias, module.running_mean):
                     tensor.normal_(std=0.3, generator=generator)
             elif isinstance(module, FocusedLinearCore):
@@ -65,8 +65,10 @@ def assert_nothing_left(folded: nn.Module, *shape) -> None:
     assert not any(isinstance(module, nn.BatchNorm2d) for module in folded.modules())
     assert not any(name.endswith('scale') and 'inverse' not in name for name in folded.state_dict())
     program = torch.export.export(folded, (torch.randn(shape or (2, 3, 64, 64)),))
-    operations = {str(node.target) for node in program.graph.nodes if node.op == 'call_function'}
-    assert not [name for name in operations if any(part in name for part in ('softplus', 'batch_norm', 'repeat'))]
+    for node in program.graph.nodes:
+        assert not any(operation in str(node.target) for operation in ('softplus', 'batch_norm'))
+        # of weights; CSwin also repeats the masks of its stripes
+        assert 'repeat' not in str(node.target) or node.args[0].op != 'placeholder'
 
 
 @networks
@@ -134,7 +136,7 @@ def test_checkpoints_do_not_cross(name):
     folded = reparameterize_model(model)
     for target, source in ((folded, model), (model, folded)):
         with pytest.raises(RuntimeError, match='Missing key|Unexpected key'):
-            target.load_state_dict(source.state_dict())
+            copy.deepcopy(target).load_state_dict(source.state_dict())
     twin = reparameterize_model(small(name))
     twin.load_state_dict(folded.state_dict())
     assert_same(twin, model)
@@ -150,7 +152,8 @@ def test_torchvisions_feature_extractor(name):
 
 
 @pytest.mark.parametrize('options', [
-    {'qkv_bias': False}, {'num_heads': 1, 'kernel_size': 1, 'focusing_factor': 9}, {'dynamic_grid_size': True}], ids=str)
+    {'qkv_bias': False}, {'num_heads': 1, 'kernel_size': 1, 'focusing_factor': 9}, {'dynamic_grid_size': True},
+], ids=str)
 def test_the_operator_by_itself(options):
     torch.manual_seed(0)
     network = trained(nn.Sequential(FocusedLinearAttention(16, **{'num_heads': 2, 'grid_size': (6, 5), **options})))
@@ -215,8 +218,7 @@ def test_segmentation_head():
     assert_same(folded, model)
 
 
-@pytest.mark.parametrize('name', [name for name in SMALL if 'cswin' not in name][:1])
-def test_pictures_are_of_what_is_not_folded(name):
-    folded = reparameterize_model(small(name))
+def test_pictures_are_of_what_is_not_folded():
+    folded = reparameterize_model(small('flatten_pvt_t'))
     with pytest.raises(UsageError, match='is folded: show the model as it was before reparameterize_model'):
         read_attention(folded, torch.randn(1, 3, 64, 64), next(iter(attention_layers(folded))))

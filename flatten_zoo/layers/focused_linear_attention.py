@@ -19,6 +19,7 @@ __all__ = ['FocusedLinearAttention', 'FocusedLinearCore', 'focused_feature_map']
 
 torch.fx.wrap('resample_abs_pos_embed_nhwc')  # branches on sizes
 torch.fx.wrap('depthwise_and_focused_attention')  # looks at what transforms it
+torch.fx.wrap('inference_only')  # raises where networks are only looked at
 
 
 def focused_feature_map(x: torch.Tensor, scale: torch.Tensor, focusing_factor: float) -> torch.Tensor:

@@ -9,7 +9,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 __all__ = ['inference_only', 'make_norms_foldable']
 
 
-@torch.fx.wrap  # torchvision traces networks in training mode too
+@torch.fx.wrap  # torchvision traces networks in training mode, only to look at them
 def inference_only(x: torch.Tensor, training: bool) -> torch.Tensor:
     """x, outside training alone."""
     if training:
