@@ -136,11 +136,14 @@ def export(
         raise UsageError(f'--opset {opset}: files of --int8 run with opset {INT8_OPSET} or less')
     images = read_images(int8, config, shape[1:]) if int8 else []
     dtype = torch.float16 if half else torch.float32
-    folded = reparameterize_model(model) if reparameterize else model  # the model itself is compared with
-    network, folded = (
-        (feature_network(m) if task == 'features' else m).to(dtype) for m in (model, folded))
+
+    def to_export(model: nn.Module) -> nn.Module:
+        return (feature_network(model) if task == 'features' else model).to(dtype)
+
+    folded = to_export(reparameterize_model(model)) if reparameterize else None
+    network = to_export(model)  # what the file is compared with
     names = output_names(network)
-    program = trace(folded, torch.zeros(shape, dtype=dtype), dynamic)
+    program = trace(folded or network, torch.zeros(shape, dtype=dtype), dynamic)
     try:
         with write_beside(description) as temporary_description, write_beside(output) as temporary:
             if format == 'onnx':
