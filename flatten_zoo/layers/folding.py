@@ -30,6 +30,7 @@ def make_norms_foldable(*modules: nn.Module) -> None:
 
     Networks and tensor names stay as they are. timm asks the children of all modules, in order: a convolution that is
     asked offers itself to its norm, so that nothing is folded where either has been replaced since.
+    Running statistics are folded in whatever mode the network is; what is folded refuses to run in training mode.
 
     Args:
         modules: What runs one after the other. Modules within them run in their order.
