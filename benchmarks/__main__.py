@@ -4,6 +4,7 @@ Ratios of medians; above 1 the zoo is faster, or keeps less. "projections" is th
 alone, which is its floor. An idle machine is needed: another program changes even ratios.
 """
 import argparse
+import copy
 import functools
 import statistics
 import time
@@ -16,7 +17,13 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import flatten_zoo  # noqa: F401  registers the networks
-from flatten_zoo.layers import FocusedLinearAttention, FocusedLinearCore
+from flatten_zoo.layers import (
+    EfficientAttention,
+    FocusedLinearAttention,
+    FocusedLinearCore,
+    InterlacedSparseAttention,
+    NonLocalAttention,
+)
 from flatten_zoo.tables import as_text
 
 from . import transcription
@@ -25,6 +32,8 @@ from . import transcription
 OPERATORS = [
     (56, 64, 1), (56, 96, 3), (56, 64, 2), (28, 128, 2), (28, 192, 6), (28, 128, 4), (14, 320, 5), (14, 192, 3)]
 NETWORKS = ['flatten_pvt_t', 'flatten_pvt_v2_b0', 'flatten_swin_t', 'flatten_cswin_t', 'flatten_deit_t']
+RESNETS = ['ea_resnet50', 'nl_resnet50', 'issa_resnet50']
+PRECISIONS = ['bfloat16', 'autocast', 'channels-last', 'bfloat16, channels-last']
 
 
 def transcribed(run: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], object]:
@@ -145,17 +154,51 @@ def networks(args: argparse.Namespace) -> None:
     print(as_text(['network', 'eager', 'compiled', 'training', 'kept'], rows))
 
 
+def autocast(run: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], object]:
+    def with_autocast(x: torch.Tensor) -> object:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return run(x)
+    return with_autocast
+
+
+def precision(args: argparse.Namespace) -> None:
+    """Inference in other types and layouts, in the speed of float32."""
+    side, dim = 28, 128
+    modules = {
+        FocusedLinearAttention.__name__: (FocusedLinearAttention(dim, 2, side), (side, side, dim)),
+        **{cls.__name__: (cls(dim), (dim, side, side))
+           for cls in (EfficientAttention, NonLocalAttention, InterlacedSparseAttention)},
+        **{name: (timm.create_model(name), (3, 224, 224)) for name in [*NETWORKS, *RESNETS]},
+    }
+    rows = []
+    for name, (module, shape) in modules.items():
+        module, x = module.eval(), torch.randn(args.batch_size, *shape)
+        half = copy.deepcopy(module).bfloat16()
+        runs = {'float32': inference(module, x), 'bfloat16': inference(half, x.bfloat16()),
+                'autocast': inference(autocast(module), x)}
+        if name != FocusedLinearAttention.__name__:  # takes channels-last maps as it is
+            last = copy.deepcopy(module).to(memory_format=torch.channels_last)
+            x = x.contiguous(memory_format=torch.channels_last)
+            half_last = copy.deepcopy(half).to(memory_format=torch.channels_last)
+            runs |= {'channels-last': inference(last, x), 'bfloat16, channels-last': inference(half_last, x.bfloat16())}
+        times = medians(runs, args.seconds)
+        rows.append([name, f'{times["float32"] * 1000:.1f}', *(
+            f'{times["float32"] / times[run]:.2f}' if run in times else '' for run in PRECISIONS)])
+    print(as_text(['inference', 'float32, ms', *PRECISIONS], rows))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog='python -m benchmarks', description=__doc__)
-    parser.add_argument('--only', choices=['operators', 'networks'], help='one of the two tables')
+    parser.add_argument('--only', choices=['operators', 'networks', 'precision'],
+                        help='one table; that of precision is printed only when asked for')
     parser.add_argument('--compile', action='store_true', help='compile the networks too, which takes minutes')
     parser.add_argument('--batch-size', type=int, default=4, metavar='N', help='images (default: 4)')
     parser.add_argument('--seconds', type=float, default=4, metavar='S', help='for each comparison (default: 4)')
     args = parser.parse_args()
     print(f'torch {torch.__version__}, {torch.get_num_threads()} threads, float32, batch {args.batch_size}')
-    for table in (operators, networks):
-        if args.only in (None, table.__name__):
-            table(args)
+    tables = {'operators': operators, 'networks': networks, 'precision': precision}
+    for name in [args.only] if args.only else ['operators', 'networks']:
+        tables[name](args)
 
 
 if __name__ == '__main__':

@@ -217,6 +217,9 @@ def export(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument(
         '--int8', type=Path, metavar='FOLDER',
         help='quantise --format onnx to 8 bits with the images of this folder, and say how far it agrees on others')
+    parser.add_argument(
+        '--reparameterize', action=argparse.BooleanOptionalAction, default=True,
+        help="fold batch norms, scales and training-time branches into weights, as timm's reparameterize_model does")
     parser.add_argument('--force', action='store_true', help='overwrite files that are there')
     parser.add_argument('-o', '--output', type=Path, required=True, metavar='FILE', help='OUT.onnx or OUT.pt2')
 
@@ -227,7 +230,7 @@ def export(parser: argparse.ArgumentParser) -> Command:
             args.model, args.img_size, args.dynamic in ('size', 'both'), args.pretrained, args.checkpoint)
         difference = export(
             model, args.output, args.task, args.format, args.img_size, args.dynamic, args.half, args.force, weights,
-            args.opset, args.int8)
+            args.opset, args.int8, args.reparameterize)
         print(f'{args.output}: differs from the model by {difference:.1e} of the largest output, at most')
         if args.int8:
             int8 = json.loads(description_of(args.output).read_text())['int8']

@@ -18,6 +18,7 @@ import timm
 import torch
 from timm.data import resolve_model_data_config
 from timm.models._features import FeatureGetterNet
+from timm.utils import reparameterize_model
 from torch import nn
 from torch._decomp import get_decompositions
 
@@ -95,6 +96,7 @@ def export(
         weights: str = '',
         opset: int | None = None,
         int8: Path | None = None,
+        reparameterize: bool = True,
 ) -> float:
     """Write a model and its description, after the file has been compared with the model.
 
@@ -112,6 +114,7 @@ def export(
             `INT8_OPSET`, the newest possible, with `int8`.
         int8: Folder of images. The file is compared, then quantised: every other image calibrates it, the rest measure
             how far it agrees with the model; that is the description's `int8`, as `quantize.agreement` gives it.
+        reparameterize: Write what `timm.utils.reparameterize_model` makes of the model, folded in float32.
 
     Returns:
         The largest difference between outputs of the file (before it is quantised) and of the model, relative to the
@@ -133,9 +136,14 @@ def export(
         raise UsageError(f'--opset {opset}: files of --int8 run with opset {INT8_OPSET} or less')
     images = read_images(int8, config, shape[1:]) if int8 else []
     dtype = torch.float16 if half else torch.float32
-    network = (feature_network(model) if task == 'features' else model).to(dtype)
+
+    def to_export(model: nn.Module) -> nn.Module:
+        return (feature_network(model) if task == 'features' else model).to(dtype)
+
+    folded = to_export(reparameterize_model(model)) if reparameterize else None
+    network = to_export(model)  # what the file is compared with
     names = output_names(network)
-    program = trace(network, torch.zeros(shape, dtype=dtype), dynamic)
+    program = trace(folded or network, torch.zeros(shape, dtype=dtype), dynamic)
     try:
         with write_beside(description) as temporary_description, write_beside(output) as temporary:
             if format == 'onnx':

@@ -100,6 +100,18 @@ def test_opsets(name, opset, tmp_path):
     quant_pre_process(path, tmp_path / 'prepared.onnx', skip_symbolic_shape=opset > 17)
 
 
+@pytest.mark.parametrize('task', ['classification', 'features'])
+def test_reparameterized_unless_told_otherwise(task, tmp_path):
+    path = tmp_path / 'model.pt2'
+    for options in ((), ('--no-reparameterize',)):
+        arguments = ('test_resnet', *options, '--task', task, '--format', 'pt2', '--img-size', 32, '--force')
+        assert run_export(*arguments, '-o', path) == 0
+    for reparameterize in (True, False):
+        export(seeded('ea_resnet50'), path, task, 'pt2', (64, 64), force=True, reparameterize=reparameterize)
+        operations = {str(node.target) for node in torch.export.load(path).graph.nodes}
+        assert any('batch_norm' in operation for operation in operations) != reparameterize
+
+
 def test_another_opset_than_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(export_module, 'opset_of', lambda path: 18)
     with pytest.raises(UsageError, match='--opset 21: the network could only be written with opset 18'):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..layers import InterlacedSparseAttention
+from ..layers.folding import make_norms_foldable
 from ..models.build import check_model_name
 
 __all__ = ['ISANet', 'isa_net']
@@ -80,6 +81,8 @@ class ISANet(nn.Module):
             nn.Dropout2d(drop_rate),
             nn.Conv2d(512, num_classes, 1),
         ) if aux_loss else None
+        for head in (self.isa_head, self.dsn_head) if aux_loss else (self.isa_head,):
+            make_norms_foldable(head)
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         if self.training and x.shape[0] == 1 and x.shape[2] <= 8 and x.shape[3] <= 8:

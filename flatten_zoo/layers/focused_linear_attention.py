@@ -7,18 +7,20 @@ import math
 from collections.abc import Sequence
 
 import torch
-from timm.layers import resample_abs_pos_embed_nhwc, to_2tuple
+from timm.layers import get_device_dtype, resample_abs_pos_embed_nhwc, to_2tuple
 from timm.layers.trace_utils import _assert
 from torch import nn
 
 from .attention_rows import convolution_rows, select_queries
 from .focused_linear_function import depthwise_and_focused_attention, focus, inverse_softplus
+from .folding import inference_only
 from .position_tensors import resample_positions
 
 __all__ = ['FocusedLinearAttention', 'FocusedLinearCore', 'focused_feature_map']
 
 torch.fx.wrap('resample_positions')  # branches on sizes
 torch.fx.wrap('depthwise_and_focused_attention')  # looks at what transforms it
+torch.fx.wrap('inference_only')  # raises where networks are only looked at
 
 
 def focused_feature_map(x: torch.Tensor, scale: torch.Tensor, focusing_factor: float) -> torch.Tensor:
@@ -92,6 +94,7 @@ class FocusedLinearCore(nn.Module):
 
         self.positional_encoding = nn.Parameter(torch.empty(1, *grid_size, num_heads * head_dim, **dd))
         self.scale = nn.Parameter(torch.empty(1, 1, num_heads * head_dim, **dd))
+        self.register_buffer('inverse_scale', None)  # in the scale's place once it is folded
         self.dwc = nn.Conv2d(head_dim, head_dim, kernel_size, padding=kernel_size // 2, groups=head_dim, **dd)
         self.reset_parameters()
 
@@ -120,19 +123,56 @@ class FocusedLinearCore(nn.Module):
         _assert(width == self.grid_size[1], f'Grid width ({width}) is not {self.grid_size[1]}; {way_out}.')
         return self.positional_encoding
 
+    @torch.no_grad()
+    def fold(self, qkv: nn.Linear) -> None:
+        """Make the scale part of the projection to queries and keys, and lay out the depthwise kernels: for inference.
+
+        Nothing happens where that has been done, or where the projection is no plain linear layer.
+
+        Args:
+            qkv: Projection to queries, keys and values, used by nothing else.
+        """
+        if self.inverse_scale is not None or type(qkv) is not nn.Linear:
+            return
+        s = inverse_softplus(self.scale)
+        factor = torch.cat([s, s, torch.ones_like(s)], dim=-1).flatten()
+        shift = torch.cat([s, s, torch.zeros_like(s)], dim=-1).flatten() * 1e-6
+        bias = shift if qkv.bias is None else qkv.bias * factor + shift
+        requires_grad = qkv.weight.requires_grad
+        qkv.bias = nn.Parameter(bias.to(qkv.weight.dtype), requires_grad)
+        qkv.weight = nn.Parameter((qkv.weight * factor[:, None]).to(qkv.weight.dtype), requires_grad)
+        encoding = self.positional_encoding
+        self.positional_encoding = nn.Parameter((encoding * s).to(encoding.dtype), encoding.requires_grad)
+
+        weight, bias = self._depthwise_kernels()
+        self.dwc = nn.utils.skip_init(
+            nn.Conv2d, len(weight), len(weight), self.dwc.kernel_size, padding=self.dwc.padding, groups=len(weight),
+            **get_device_dtype(self.dwc))
+        self.dwc.load_state_dict({'weight': weight, 'bias': bias})
+        self.inverse_scale = s.to(self.scale.dtype)
+        self.scale = None
+
+    def _inverse_scale(self) -> torch.Tensor:
+        return inverse_softplus(self.scale) if self.inverse_scale is None else self.inverse_scale
+
     def _depthwise_kernels(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Kernels and biases of the convolution of v as a whole: the shared ones laid out once per head."""
         bias = self.dwc.bias
         assert bias is not None  # for TorchScript
+        if self.inverse_scale is not None:
+            return self.dwc.weight, bias
         return self.dwc.weight.repeat(self.num_heads, 1, 1, 1), bias.repeat(self.num_heads)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Output O (B, H, W, num_heads · head_dim) for queries, keys and values of that shape."""
         positional_encoding = self._positional_encoding(q.shape[1], q.shape[2])
         weight, bias = self._depthwise_kernels()
+        folded = self.inverse_scale is not None
+        if folded:
+            q = inference_only(q, self.training)
         return depthwise_and_focused_attention(
-            q, k, v, positional_encoding, inverse_softplus(self.scale), weight, bias, self.focusing_factor,
-            self.num_heads)
+            q, k, v, positional_encoding, self._inverse_scale(), weight, bias, self.focusing_factor, self.num_heads,
+            folded)
 
     def attention_matrix(
             self,
@@ -159,8 +199,10 @@ class FocusedLinearCore(nn.Module):
         B, H, W, _ = q.shape
         N = H * W
         queries = select_queries(queries, N, q.device)
-        q = focused_feature_map(q, self.scale, self.focusing_factor)
-        k = focused_feature_map(k + self._positional_encoding(H, W), self.scale, self.focusing_factor)
+        q, k = (
+            direction * factor for direction, factor in (
+                focus(x, self._inverse_scale(), self.focusing_factor, self.inverse_scale is not None)
+                for x in (q, k + self._positional_encoding(H, W))))
         q = q.reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)[:, :, queries]
         k = k.reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
         normalizer = q @ k.mean(dim=-2, keepdim=True).transpose(-2, -1) + 1e-6
@@ -183,7 +225,7 @@ class FocusedLinearCore(nn.Module):
             queries × N.
         """
         queries = select_queries(queries, grid_size[0] * grid_size[1], self.dwc.weight.device)
-        return convolution_rows(self.dwc.weight[channel % self.head_dim, 0], grid_size, queries)
+        return convolution_rows(self.dwc.weight[channel % len(self.dwc.weight), 0], grid_size, queries)
 
 
 class FocusedLinearAttention(FocusedLinearCore):
@@ -247,3 +289,7 @@ class FocusedLinearAttention(FocusedLinearCore):
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         x = self.proj(self.attend(q, k, v))
         return self.proj_drop(x)
+
+    def reparameterize(self) -> None:
+        """What `timm.utils.reparameterize_model` calls: see `fold`."""
+        self.fold(self.qkv)

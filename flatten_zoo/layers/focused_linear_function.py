@@ -29,9 +29,16 @@ def _range(u: torch.Tensor, norm: torch.Tensor, p: float) -> torch.Tensor:
     return u.amax(dim=-1, keepdim=True) if p > 8 else norm * u.shape[-1] ** -0.25
 
 
-def focus(x: torch.Tensor, inverse_scale: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor]:
+def focus(
+        x: torch.Tensor,
+        inverse_scale: torch.Tensor,
+        p: float,
+        folded: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Direction w (..., C) and factor r (..., 1) of the focused function: f(x) = r · w, at least in float32."""
-    u = (F.relu(_at_least_float32(x)) + 1e-6) * inverse_scale
+    x = _at_least_float32(x)
+    inverse_scale = _at_least_float32(inverse_scale)
+    u = torch.maximum(x, 1e-6 * inverse_scale) if folded else (F.relu(x) + 1e-6) * inverse_scale
     norm = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
     # f does not depend on the range, so it is a constant to the gradient
     w = (u * _range(u, norm, p).detach().reciprocal()) ** p
@@ -90,14 +97,15 @@ def plain_attention(
         bias: torch.Tensor,
         p: float,
         num_heads: int,
+        folded: bool = False,
 ) -> torch.Tensor:
     """`depthwise_and_focused_attention` in differentiable operations."""
     B, H, W, C = q.shape
     N = H * W
     depthwise = _depthwise_conv(v, weight, bias)
     v = v.reshape(B, N, C)
-    q, r_q = focus(q.reshape(B, N, C), inverse_scale, p)
-    k, r_k = focus((k + positional_encoding).reshape(B, N, C), inverse_scale, p)
+    q, r_q = focus(q.reshape(B, N, C), inverse_scale, p, folded)
+    k, r_k = focus((k + positional_encoding).reshape(B, N, C), inverse_scale, p, folded)
     k = k * r_k
     k_mean = k.mean(dim=1, keepdim=True)
     normalizer = (q * k_mean).unflatten(-1, [num_heads, -1]).sum(dim=-1, keepdim=True)
@@ -115,9 +123,22 @@ def plain_attention(
     return out.reshape(B, H, W, C).to(v.dtype) + depthwise
 
 
-def _focus_in_place(u: torch.Tensor, inverse_scale: torch.Tensor, p: float) -> tuple[torch.Tensor, ...]:
-    """Turn relu(x) into the direction w of `focus`; returns range and norm of u, and the factor r."""
-    torch.addcmul(1e-6 * inverse_scale, u, inverse_scale, out=u)
+def _positive(
+        x: torch.Tensor,
+        inverse_scale: torch.Tensor,
+        folded: bool = False,
+        overwrite: bool = False,
+) -> torch.Tensor:
+    """u of `focus`, on one buffer: that of x, where it may be overwritten."""
+    epsilon = 1e-6 * _at_least_float32(inverse_scale)
+    if folded:
+        return torch.maximum(_at_least_float32(x), epsilon)
+    u = _at_least_float32(x.relu_() if overwrite else x.relu())
+    return torch.addcmul(epsilon, u, inverse_scale, out=u)
+
+
+def _focus_in_place(u: torch.Tensor, p: float) -> tuple[torch.Tensor, ...]:
+    """Turn u into the direction w of `focus`; returns range and norm of u, and the factor r."""
     norm = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
     size = _range(u, norm, p)
     u.mul_(size.reciprocal()).pow_(p)
@@ -125,7 +146,7 @@ def _focus_in_place(u: torch.Tensor, inverse_scale: torch.Tensor, p: float) -> t
 
 
 def _attention_in_place(
-        q, k, v, positional_encoding, inverse_scale, weight, bias, p, num_heads,
+        q, k, v, positional_encoding, inverse_scale, weight, bias, p, num_heads, folded=False,
 ) -> tuple[torch.Tensor, ...]:
     """`plain_attention` on two buffers, and what its backward pass needs: numbers per token and per head."""
     with torch.autocast(q.device.type, enabled=False):
@@ -133,10 +154,10 @@ def _attention_in_place(
         N = H * W
         out = _depthwise_conv(v, weight, bias).reshape(B, N, C)
         v = v.reshape(B, N, C)
-        q = _at_least_float32(q.reshape(B, N, C).relu())
-        k = _at_least_float32((k + positional_encoding).reshape(B, N, C).relu_())
-        size_q, norm_q, r_q = _focus_in_place(q, inverse_scale, p)
-        size_k, norm_k, r_k = _focus_in_place(k, inverse_scale, p)
+        q = _positive(q.reshape(B, N, C), inverse_scale, folded)
+        k = _positive((k + positional_encoding).reshape(B, N, C), inverse_scale, folded, overwrite=True)
+        size_q, norm_q, r_q = _focus_in_place(q, p)
+        size_k, norm_k, r_k = _focus_in_place(k, p)
         k.mul_(r_k)
         k_mean = k.mean(dim=1)
         context = _outer(k.to(v.dtype), v, num_heads).mul_(1 / N)
@@ -206,8 +227,7 @@ def _attention_backward(
 
     def recompute(x, size):
         """u and w of `_focus_in_place`."""
-        u = _at_least_float32(x.relu())
-        torch.addcmul(1e-6 * inverse_scale, u, inverse_scale, out=u)
+        u = _positive(x, inverse_scale)
         return u, (u * size.reciprocal()).pow_(p)
 
     def through_focus(grad, along_w, along_u, x, u, w):
@@ -266,6 +286,7 @@ def depthwise_and_focused_attention(
         bias: torch.Tensor,
         p: float,
         num_heads: int,
+        folded: bool = False,
 ) -> torch.Tensor:
     """The sum of focused linear attention, before its projection, and of a depthwise convolution of the values.
 
@@ -277,6 +298,8 @@ def depthwise_and_focused_attention(
         bias: Its bias, (C,).
         p: Power of the focused function.
         num_heads: Number of heads, a divisor of C.
+        folded: q and k are x' = (x + 1e-6) · inverse_scale already, and (relu(x) + 1e-6) · inverse_scale is but
+            max(x', 1e-6 · inverse_scale).
 
     Returns:
         (B, H, W, C), in the type of v.
@@ -290,7 +313,8 @@ def depthwise_and_focused_attention(
                 or torch._C._are_functorch_transforms_active()
                 or any(forward_ad.unpack_dual(x).tangent is not None for x in inputs)
         ):
-            if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+            if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
+                return _attention_in_place(*inputs, p, num_heads, folded)[0]
+            if not folded:
                 return _Attention.apply(*inputs, p, num_heads)[0]
-            return _attention_in_place(*inputs, p, num_heads)[0]
-    return plain_attention(q, k, v, positional_encoding, inverse_scale, weight, bias, p, num_heads)
+    return plain_attention(q, k, v, positional_encoding, inverse_scale, weight, bias, p, num_heads, folded)

@@ -7,6 +7,7 @@ from timm.layers import to_2tuple
 from torch import nn
 
 from .attention_rows import select_queries
+from .folding import make_norms_foldable
 from .projected_attention import check_dimensions
 from .sizes import surely_equal
 
@@ -197,6 +198,8 @@ class GroupedSelfAttention(nn.Module):
         self.f_query = nn.Sequential(*_conv_norm_act(dim, key_dim, **dd), *_conv_norm_act(key_dim, key_dim, **dd))
         self.f_value = nn.Conv2d(dim, value_dim, 1, bias=False, **dd)
         self.W = nn.Sequential(*_conv_norm_act(value_dim, out_dim, act=final_act, **dd))
+        for layers in (self.f_key, self.f_query, self.W):
+            make_norms_foldable(layers)
 
     def queries_keys(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """θ(x) and φ(x), each B × groups × positions in a group × d_k."""

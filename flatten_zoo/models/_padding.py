@@ -1,6 +1,6 @@
 """Padding at the end of maps, which costs a copy only where it adds something.
 
-Both look at sizes: `torch.jit.trace` scripts them, and who imports them wraps them for symbolic tracing. A graph for
+They look at sizes: `torch.jit.trace` scripts them, and who imports them wraps them for symbolic tracing. A graph for
 several sizes always pads, if only by nothing.
 """
 import torch
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from ..layers.sizes import surely_equal
 
-__all__ = ['pad_for_convolution', 'pad_to_windows']
+__all__ = ['crop_windows', 'pad_for_convolution', 'pad_to_windows']
 
 
 @torch.jit.script_if_tracing
@@ -35,4 +35,11 @@ def pad_to_windows(x: torch.Tensor, window_size: list[int]) -> torch.Tensor:
     H, W = x.shape[1], x.shape[2]
     rows = (H + window_size[0] - 1) // window_size[0] * window_size[0] - H
     columns = (W + window_size[1] - 1) // window_size[1] * window_size[1] - W
+    return x if surely_equal(rows + columns, 0) else F.pad(x, [0, 0, 0, columns, 0, rows])
+
+
+@torch.jit.script_if_tracing
+def crop_windows(x: torch.Tensor, unpadded: torch.Tensor) -> torch.Tensor:
+    """What `pad_to_windows(unpadded, …)` has become, without what it added."""
+    rows, columns = unpadded.shape[1] - x.shape[1], unpadded.shape[2] - x.shape[2]
     return x if surely_equal(rows + columns, 0) else F.pad(x, [0, 0, 0, columns, 0, rows])

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from timm.models import ResNet, build_model_with_cfg, generate_default_cfgs, get_pretrained_cfg, register_model
 from timm.models._manipulate import MATCH_PREV_GROUP
-from timm.models.resnet import Bottleneck
+from timm.models.resnet import BasicBlock, Bottleneck
 from torch import nn
 
 from ..layers import EfficientAttention, InterlacedSparseAttention, NonLocalAttention
+from ..layers.folding import make_norms_foldable
 from ._arguments import CheckedClassifier, check_arguments
 from ._features import check_out_indices
 from ._flatten import unwrap_state_dict
@@ -72,6 +73,10 @@ class AttentionResNet(CheckedClassifier, ResNet):
             if zero_init_last:
                 attn.zero_init_last()
             self.get_submodule(stage).add_module('attn', attn)
+        make_norms_foldable(self.conv1, self.bn1)
+        for block in self.modules():
+            if type(block) in (BasicBlock, Bottleneck):
+                make_norms_foldable(*(layer for name, layer in block.named_children() if name != 'se'))
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:

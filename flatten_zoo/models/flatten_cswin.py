@@ -244,6 +244,12 @@ class FlattenCSwinBlock(nn.Module):
         x = torch.cat(branches, dim=-1) if len(branches) > 1 else branches[0]
         return self.proj_drop(self.proj(x))
 
+    def reparameterize(self) -> None:
+        """What `timm.utils.reparameterize_model` calls: fold linear attention into the projection."""
+        for attn in self.attns:
+            if isinstance(attn, FocusedLinearBranch):
+                attn.fold(self.qkv)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.drop_path1(self._attn(self.norm1(x)))
         return x + self.drop_path2(self.mlp(self.norm2(x)))

@@ -15,7 +15,6 @@ from timm.models import generate_default_cfgs, register_model, swin_transformer
 from timm.models.swin_transformer import PatchMerging, SwinTransformer, SwinTransformerBlock
 from torch import nn
 
-from ..layers.sizes import surely_equal
 from ._arguments import CheckedClassifier, check_arguments
 from ._dilation import dilations, stage_strides
 from ._features import check_feature_cls, check_out_indices
@@ -27,13 +26,14 @@ from ._flatten import (
     resolve_attn_types,
     unwrap_state_dict,
 )
-from ._padding import pad_to_windows
+from ._padding import crop_windows, pad_to_windows
 from ._patch_embed import PatchEmbed
 from ._released import build_released_model, official_url
 
 __all__ = ['FlattenSwin']
 
-torch.fx.wrap('pad_to_windows')  # looks at sizes
+torch.fx.wrap('pad_to_windows')  # these look at sizes
+torch.fx.wrap('crop_windows')
 
 
 class FlattenSwinBlock(nn.Module):
@@ -104,6 +104,7 @@ class WindowBlock(SwinTransformerBlock):
         has_shift = any(self.shift_size)
         if has_shift:
             x = torch.roll(x, shifts=(-self.shift_size[0], -self.shift_size[1]), dims=(1, 2))
+        unpadded = x
         x = pad_to_windows(x, [self.window_size[0], self.window_size[1]])
         if has_shift and self.dynamic_mask:
             attn_mask = shift_mask(x, self.window_size, self.shift_size)
@@ -112,9 +113,7 @@ class WindowBlock(SwinTransformerBlock):
         x = x.reshape(B, rows, self.window_size[0], columns, self.window_size[1], C).transpose(2, 3)
         x = self.attn(x.reshape(B * rows * columns, self.window_area, C), mask=attn_mask)
         x = x.reshape(B, rows, columns, self.window_size[0], self.window_size[1], C).transpose(2, 3)
-        x = x.reshape(B, H_padded, W_padded, C)
-        if not (surely_equal(H, H_padded) and surely_equal(W, W_padded)):
-            x = F.pad(x, (0, 0, 0, W - W_padded, 0, H - H_padded))
+        x = crop_windows(x.reshape(B, H_padded, W_padded, C), unpadded)
         if has_shift:
             x = torch.roll(x, shifts=(self.shift_size[0], self.shift_size[1]), dims=(1, 2))
         return x

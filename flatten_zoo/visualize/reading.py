@@ -161,6 +161,8 @@ def read_attention(
     for point in points:
         if not all(0 <= value <= 1 for value in point):
             raise UsageError(f'a query point is two fractions from 0 to 1 of width and height, got {point}')
+    if getattr(attn, 'inverse_scale', None) is not None:  # softmax of such queries and keys would say nothing
+        raise UsageError(f"'{layer}' is folded: show the model as it was before reparameterize_model")
     inputs = layer_inputs(model, layer, image)
     operator = next(name for kind, name in OPERATORS.items() if isinstance(attn, kind))
     about = {'operator': operator, 'layer': layer, 'head': head, 'num_heads': num_heads}
