@@ -6,7 +6,6 @@ alone, which is its floor. An idle machine is needed: another program changes ev
 import argparse
 import functools
 import statistics
-import time
 from collections.abc import Callable, Iterable
 from unittest import mock
 
@@ -16,6 +15,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import flatten_zoo  # noqa: F401  registers the networks
+from flatten_zoo.bench.alternating import in_turn, timed
 from flatten_zoo.layers import FocusedLinearAttention, FocusedLinearCore
 from flatten_zoo.tables import as_text
 
@@ -49,16 +49,12 @@ class Wrapped(nn.Module):
 
 
 def medians(runs: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Median time of each run in seconds, all of them in turn until the time is over, at least five times each."""
+    """Median time of each run in seconds, all of them in turn until the time is over."""
     times = {name: [] for name in runs}
     for run in runs.values():
         run()
-    end = time.perf_counter() + seconds
-    while len(times[next(iter(runs))]) < 5 or time.perf_counter() < end:
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - start)
+    for name, run in in_turn(runs, seconds):
+        times[name].append(timed(run))
     return {name: statistics.median(values) for name, values in times.items()}
 
 
