@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         print(f'--plot: no accuracy is reported for {", ".join(without)}', file=sys.stderr)
     if args.threads:
         torch.set_num_threads(args.threads)
-    about = machine(device)
+    about = machine(device, args.modes, args.train)
     report = bench(names, args.modes, args.batch_size, args.img_size, args.seconds, device, args.train)
     for what, value in about.items():
         print(f'# {what}: {value}')

@@ -28,7 +28,7 @@ class Timing:
         img_size: Side of the images.
         seconds: Of one batch, for every run.
         peak_memory: Bytes at the worst moment; None where nothing says it.
-        ratio: How many times as fast as the first model that ran beside it, by medians.
+        ratio: How many times as fast as the first model, by medians; None where that one failed.
     """
     model: str
     mode: str
@@ -36,16 +36,14 @@ class Timing:
     img_size: int
     seconds: tuple[float, ...]
     peak_memory: int | None
-    ratio: float
+    ratio: float | None
 
     @property
     def quartiles(self) -> tuple[float, float, float]:
         """Seconds of one batch: lower quartile, median, upper quartile."""
-        return _quartiles(self.seconds)
-
-
-def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    return tuple(statistics.quantiles(values, n=4, method='inclusive')) if len(values) > 1 else (*values,) * 3
+        if len(self.seconds) == 1:  # Ctrl-C was quick
+            return self.seconds * 3
+        return tuple(statistics.quantiles(self.seconds, n=4, method='inclusive'))
 
 
 def family(name: str) -> str:
@@ -150,7 +148,8 @@ def _measure(
         bar.update(len(sides))
     finally:
         medians = {name: statistics.median(seen) for name, seen in times.items() if seen}
+        first = medians.get(next(iter(sides)))
         report.timings += [
             Timing(name, mode, batch_size, sides[name], tuple(times[name]), prepared[name].peak_memory,
-                   next(iter(medians.values())) / median)
+                   first and first / median)
             for name, median in medians.items()]

@@ -2,7 +2,7 @@
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -11,24 +11,29 @@ import torch
 from ..figures import check_path, written_whole
 from ..tables import Table, as_csv
 from .measuring import Report, Timing
+from .modes import ONNX_MODES
 
 __all__ = ['RESULT_FORMATS', 'check_results_path', 'machine', 'save_results', 'timings_table']
 
 RESULT_FORMATS = ('csv', 'json')
 
 
-def machine(device: torch.device) -> dict[str, str | int]:
-    """What the figures hold for: processor, threads, device and versions."""
-    return {
+def machine(device: torch.device, modes: Sequence[str], train: bool) -> dict[str, str | int]:
+    """What the figures hold for: the machine, versions, and what was measured."""
+    packages = ['torch', 'timm', *(['onnxruntime'] if set(modes) & set(ONNX_MODES) else [])]
+    about = {
         'cpu': _processor(),
         'cores': os.cpu_count(),
         'threads': torch.get_num_threads(),
         'device': torch.cuda.get_device_name(device) if device.type == 'cuda' else str(device),
-        **{package: version(package) for package in ('torch', 'timm')},
-        'weights': 'random, float32 where the mode does not say otherwise'
-                   + (', matrix products in TF32' if device.type == 'cuda' else ''),
-        'int8': 'calibrated with random images: its speed alone is meant',
+        **{package: version(package) for package in packages},
+        'measured': 'training steps: forward, cross-entropy, backward, SGD with momentum' if train else 'inference',
     }
+    if device.type == 'cuda':
+        about['float32'] = 'matrix products in TF32'
+    if 'int8' in modes:
+        about['int8'] = 'calibrated with random images: its speed alone is meant'
+    return about
 
 
 def _processor() -> str:
@@ -43,10 +48,11 @@ def timings_table(timings: Sequence[Timing]) -> Table:
     return ['model', 'mode', 'batch', 'size', 'images/s', 'ms per batch', 'peak memory (MB)', 'speed'], [
         [t.model, t.mode, str(t.batch_size), str(t.img_size),
          _spread(t.batch_size / s for s in reversed(t.quartiles)), _spread(1e3 * s for s in t.quartiles),
-         '' if t.peak_memory is None else f'{t.peak_memory / 1e6:.0f}', f'{t.ratio:.2f}×'] for t in timings]
+         '' if t.peak_memory is None else f'{t.peak_memory / 1e6:.0f}', '' if t.ratio is None else f'{t.ratio:.2f}×']
+        for t in timings]
 
 
-def _spread(quartiles) -> str:
+def _spread(quartiles: Iterable[float]) -> str:
     low, median, high = (f'{value:.3g}' if value < 999.5 else f'{value:.0f}' for value in quartiles)
     return f'{median} ({low} to {high})'
 
@@ -69,9 +75,10 @@ def save_results(path: Path, about: dict[str, str | int], report: Report) -> Non
     """
     rows = [_values(t) for t in report.timings]
     if path.suffix.lower() == '.json':
-        text = json.dumps({**about, 'results': rows, 'failures': report.failures}, indent=2)
+        text = json.dumps({'machine': about, 'results': rows, 'failures': report.failures}, indent=2)
     else:
-        comments = [f'# {key}: {value}' for key, value in about.items()] + [f'# failed: {line}' for line in report.failures]
+        comments = [f'# {key}: {value}' for key, value in about.items()]
+        comments += [f'# failed: {line}' for line in report.failures]
         header = list(_values(Timing('', '', 1, 1, (1.,), None, 1.)))
         cells = [['' if value is None else str(value) for value in row.values()] for row in rows]
         text = '\n'.join([*comments, as_csv(header, cells)])
