@@ -89,15 +89,16 @@ def plot(timings: Sequence[Timing], path: Path, train: bool) -> None:
 
 
 def _label(axes: Axes, points: Sequence[tuple[str, tuple[float, float]]]) -> None:
-    """Writes names at points, each as near as it covers no point, no other name and not the legend."""
+    """Writes names at points, each as near as it can without covering lines, other names or the legend."""
     pixels = axes.figure.dpi / 72
-    taken = [Bbox.from_bounds(x - 4 * pixels, y - 4 * pixels, 8 * pixels, 8 * pixels)
-             for x, y in axes.transData.transform([point for _, point in points])]
+    radius = 4 * pixels
+    taken = [Bbox.from_bounds(x - radius, y - radius, 2 * radius, 2 * radius) for line in axes.lines
+             for x, y in line.get_transform().transform_path(line.get_path()).interpolated(50).vertices]
     taken.append(axes.get_legend().get_window_extent())
     for name, point in points:
         label = axes.annotate(
             name, point, (0, 0), textcoords='offset points', ha='center', va='center', fontsize='small',
-            arrowprops={'arrowstyle': '-', 'alpha': 0.4, 'shrinkB': 4})
+            arrowprops={'arrowstyle': '-', 'alpha': 0.4}, zorder=1)
         at = label.get_window_extent()
         half = at.width / 2 / pixels, at.height / 2 / pixels
         for distance, angle in itertools.product(range(6, 200, 6), range(0, 360, 30)):
