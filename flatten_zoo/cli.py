@@ -245,6 +245,7 @@ def bench(parser: argparse.ArgumentParser) -> Command:
     that is busy for a while is busy for all of them. Weights and images are random, also those that calibrate int8:
     speed alone is meant. Ctrl-C prints what there is.
     """
+    parser.set_defaults(announcement='measuring')
     parser.add_argument('names', nargs='*', metavar='MODEL', help='any model names of timm; the first is the measure')
     parser.add_argument('--family', metavar='NAME', help="all of the zoo's models of a family, such as swin")
     parser.add_argument(
@@ -257,7 +258,7 @@ def bench(parser: argparse.ArgumentParser) -> Command:
         '--img-size', nargs='+', type=int, metavar='N', help="sides of the images (default: each model's own)")
     parser.add_argument('--train', action='store_true', help='time a training step: forward, backward and SGD')
     parser.add_argument(
-        '--seconds', type=float, default=5., metavar='S', help='for each figure, but five runs (default: 5)')
+        '--seconds', type=float, default=5., metavar='S', help='for each figure, but at least five runs (default: 5)')
     parser.add_argument('--threads', type=int, metavar='N', help="of the CPU (default: torch's choice)")
     parser.add_argument('--device', default='cuda', help='where to run (default: cuda, or the CPU if there is none)')
     parser.add_argument(
