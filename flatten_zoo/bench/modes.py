@@ -65,7 +65,7 @@ def prepare(name: str, mode: str, batch_size: int, size: int, device: torch.devi
     run()
     run()  # libraries choose their kernels, and the optimizer makes its state, at the first
     if mode == 'compile' and device.type == 'cpu':
-        return Prepared(run, None)  # what it is followed by on a CPU sees the operations that are not compiled
+        return Prepared(run, None)  # following its operations would have it run without being compiled
     return Prepared(run, (training_peak_memory if train else peak_memory)(network, x))
 
 

@@ -22,7 +22,7 @@ __all__ = ['check_accuracies', 'plot', 'reported_top1']
 
 def reported_top1(name: str, size: int) -> float | None:
     """ImageNet top-1 in percent that the authors report for a model at that image size; timm does not ship its own."""
-    if name.startswith('hf-hub:') or ':' in name:
+    if ':' in name:  # an address
         return None
     architecture, tag = split_model_name_tag(name)
     if architecture not in RELEASES or tag not in ('', TAG):
