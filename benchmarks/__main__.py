@@ -4,10 +4,11 @@ Ratios of medians; above 1 the zoo is faster, or keeps less. "projections" is th
 alone, which is its floor. An idle machine is needed: another program changes even ratios.
 """
 import argparse
+import contextlib
 import copy
 import functools
+import math
 import statistics
-import time
 from collections.abc import Callable, Iterable
 from unittest import mock
 
@@ -17,30 +18,39 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import flatten_zoo  # noqa: F401  registers the networks
+from flatten_zoo.bench.alternating import in_turn, timed
 from flatten_zoo.layers import (
     EfficientAttention,
     FocusedLinearAttention,
-    FocusedLinearCore,
     InterlacedSparseAttention,
     NonLocalAttention,
 )
 from flatten_zoo.tables import as_text
 
-from . import transcription
+from .transcription import TRANSCRIPTIONS
 
 # side of the map, channels, heads: PVT's, Swin's and CSwin's linear stages
 OPERATORS = [
     (56, 64, 1), (56, 96, 3), (56, 64, 2), (28, 128, 2), (28, 192, 6), (28, 128, 4), (14, 320, 5), (14, 192, 3)]
-NETWORKS = ['flatten_pvt_t', 'flatten_pvt_v2_b0', 'flatten_swin_t', 'flatten_cswin_t', 'flatten_deit_t']
-RESNETS = ['ea_resnet50', 'nl_resnet50', 'issa_resnet50']
+MODULES = [EfficientAttention, NonLocalAttention, InterlacedSparseAttention]  # at 256 channels, on maps of a side of
+MODULE_SIDE = 64
+NETWORKS = [
+    'flatten_pvt_t', 'flatten_pvt_v2_b0', 'flatten_swin_t', 'flatten_cswin_t', 'flatten_deit_t', 'ea_resnet50',
+    'nl_resnet50', 'issa_resnet50']
+RESOLUTIONS = [256, 512, 1024, 2048]
+AT_RESOLUTIONS = {  # networks for any size, beside those that they replace
+    'flatten_pvt_t': {}, 'flatten_pvt_t, softmax attention': {'attn_types': 'softmax'},
+    'flatten_pvt_v2_b0': {}, 'pvt_v2_b0': {}, 'flatten_swin_t': {'dynamic_img_size': True}}
 PRECISIONS = ['bfloat16', 'autocast', 'channels-last', 'bfloat16, channels-last']
 
 
 def transcribed(run: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], object]:
-    """The same network or operator, with the transcription for its focused linear attention."""
+    """The same network or operator, with the transcriptions for its attention."""
     @functools.wraps(run)
     def with_transcription(x: torch.Tensor) -> object:
-        with mock.patch.object(FocusedLinearCore, 'attend', transcription.attend):
+        with contextlib.ExitStack() as patches:
+            for (cls, method), function in TRANSCRIPTIONS.items():
+                patches.enter_context(mock.patch.object(cls, method, function))
             return run(x)
 
     return with_transcription
@@ -58,16 +68,12 @@ class Wrapped(nn.Module):
 
 
 def medians(runs: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Median time of each run in seconds, all of them in turn until the time is over, at least five times each."""
+    """Median time of each run in seconds, all of them in turn until the time is over."""
     times = {name: [] for name in runs}
     for run in runs.values():
         run()
-    end = time.perf_counter() + seconds
-    while len(times[next(iter(runs))]) < 5 or time.perf_counter() < end:
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - start)
+    for name, run in in_turn(runs, seconds):
+        times[name].append(timed(run))
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -143,6 +149,9 @@ def operators(args: argparse.Namespace) -> None:
         rows.append([
             f'{side}² × {dim}, {num_heads} heads', *ratios(figures),
             *(f'{figures[name] / figures["projections"]:.2f}' for name in ('eager', 'compiled'))])
+    for cls in MODULES:
+        x = torch.randn(args.batch_size, 256, MODULE_SIDE, MODULE_SIDE)
+        rows.append([f'{cls.__name__} {MODULE_SIDE}² × 256', *ratios(compare(cls(256), x, args.seconds)), '', ''])
     print(as_text(['operator', 'eager', 'compiled', 'training', 'kept', 'projections', 'projections, compiled'], rows))
 
 
@@ -167,8 +176,8 @@ def precision(args: argparse.Namespace) -> None:
     modules = {
         FocusedLinearAttention.__name__: (FocusedLinearAttention(dim, 2, side), (side, side, dim)),
         **{cls.__name__: (cls(dim), (dim, side, side))
-           for cls in (EfficientAttention, NonLocalAttention, InterlacedSparseAttention)},
-        **{name: (timm.create_model(name), (3, 224, 224)) for name in [*NETWORKS, *RESNETS]},
+           for cls in MODULES},
+        **{name: (timm.create_model(name), (3, 224, 224)) for name in NETWORKS},
     }
     rows = []
     for name, (module, shape) in modules.items():
@@ -187,16 +196,33 @@ def precision(args: argparse.Namespace) -> None:
     print(as_text(['inference', 'float32, ms', *PRECISIONS], rows))
 
 
+def resolutions(args: argparse.Namespace) -> None:
+    """Inference on one image, in milliseconds, and the power of the number of pixels that it grows with."""
+    models = {
+        name: timm.create_model(name.partition(',')[0], **kwargs).eval() for name, kwargs in AT_RESOLUTIONS.items()}
+    times = {name: [] for name in models}
+    for side in RESOLUTIONS:
+        x = torch.randn(1, 3, side, side)
+        for name, seconds in medians({name: inference(m, x) for name, m in models.items()}, args.seconds).items():
+            times[name].append(seconds)
+    rows = []
+    for name, seconds in times.items():
+        exponent = statistics.linear_regression(
+            [2 * math.log(side) for side in RESOLUTIONS], [math.log(t) for t in seconds]).slope
+        rows.append([name, *(f'{t * 1000:.0f}' for t in seconds), f'{exponent:.2f}'])
+    print(as_text(['one image, ms', *(f'{side}²' for side in RESOLUTIONS), 'exponent'], rows))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog='python -m benchmarks', description=__doc__)
-    parser.add_argument('--only', choices=['operators', 'networks', 'precision'],
-                        help='one table; that of precision is printed only when asked for')
+    tables = {'operators': operators, 'networks': networks, 'precision': precision, 'resolutions': resolutions}
+    parser.add_argument(
+        '--only', choices=tables, help='one table; the last two, which take minutes, are printed only when asked for')
     parser.add_argument('--compile', action='store_true', help='compile the networks too, which takes minutes')
     parser.add_argument('--batch-size', type=int, default=4, metavar='N', help='images (default: 4)')
     parser.add_argument('--seconds', type=float, default=4, metavar='S', help='for each comparison (default: 4)')
     args = parser.parse_args()
     print(f'torch {torch.__version__}, {torch.get_num_threads()} threads, float32, batch {args.batch_size}')
-    tables = {'operators': operators, 'networks': networks, 'precision': precision}
     for name in [args.only] if args.only else ['operators', 'networks']:
         tables[name](args)
 

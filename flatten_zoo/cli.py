@@ -241,6 +241,50 @@ def export(parser: argparse.ArgumentParser) -> Command:
     return run
 
 
+def bench(parser: argparse.ArgumentParser) -> Command:
+    """How fast models run here, side by side: images per second, time of a batch, peak memory, speed against the first.
+
+    Medians, and quartiles in brackets. The models of one mode, batch size and image size take turns, so that a machine
+    that is busy for a while is busy for all of them. Weights and images are random, also those that calibrate int8:
+    speed alone is meant. Ctrl-C prints what there is.
+    """
+    parser.set_defaults(announcement='measuring')
+    parser.add_argument('names', nargs='*', metavar='MODEL', help='any model names of timm; the first is the measure')
+    parser.add_argument('--family', metavar='NAME', help="all of the zoo's models of a family, such as swin")
+    parser.add_argument(
+        '--modes', nargs='+', default=['eager'], metavar='MODE',
+        choices=['eager', 'compile', 'channels-last', 'bfloat16', 'reparameterized', 'onnx', 'int8'],
+        help='eager, compile, channels-last, bfloat16, reparameterized, onnx or int8 (default: eager); '
+             'onnx and int8 run in onnxruntime, on the CPU')
+    parser.add_argument('--batch-size', nargs='+', type=int, default=[1], metavar='N', help='images (default: 1)')
+    parser.add_argument(
+        '--img-size', nargs='+', type=int, metavar='N', help="sides of the images (default: each model's own)")
+    parser.add_argument('--train', action='store_true', help='time a training step: forward, backward and SGD')
+    parser.add_argument(
+        '--seconds', type=float, default=5., metavar='S', help='for each figure, but at least five runs (default: 5)')
+    parser.add_argument('--threads', type=int, metavar='N', help="of the CPU (default: torch's choice)")
+    parser.add_argument('--device', default='cuda', help='where to run (default: cuda, or the CPU if there is none)')
+    parser.add_argument(
+        '--plot', type=Path, metavar='FILE', help='draw time against the ImageNet accuracy reported for the models')
+    parser.add_argument('--results', type=Path, metavar='FILE', help='write the figures to FILE.csv or FILE.json')
+    parser.add_argument(
+        '--loader', nargs=argparse.REMAINDER, metavar='OPTION',
+        help='in place of all this: whether the loader or the model limits the training that these options of train.py '
+             'start; --seconds may be among them')
+
+    def run(args: argparse.Namespace) -> int:
+        if args.loader is None:
+            from .bench.command import run
+            return run(args)
+        if changed := [name for name, value in vars(args).items()
+                       if name != 'loader' and value != parser.get_default(name) and value != []]:
+            raise UsageError(f'--loader takes the options of train.py after it, and none before: {", ".join(changed)}')
+        from .training.loader_bench import main
+        return main(args.loader)
+
+    return run
+
+
 def run(parser: argparse.ArgumentParser) -> Command:
     """Run another script, such as timm's own train.py, with the zoo's models registered.
 
@@ -264,6 +308,7 @@ COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Command]] = {
     'info': info,
     'visualize': visualize,
     'export': export,
+    'bench': bench,
     'run': run,
 }
 

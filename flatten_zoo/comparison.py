@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from torch import nn
 from tqdm import tqdm
 
-from .complexity import Cost, Measurement, available_memory, closed_form, count, peak_memory
+from .complexity import Cost, Measurement, available_memory, closed_form, count, peak_memory, training_peak_memory
 from .errors import UsageError, first_line
 from .figures import check_picture_path, save_figure
 from .models.attention_resnet import OPERATORS
@@ -16,8 +16,8 @@ from .models.build import build_model, check_model_name
 from .tables import Table
 
 __all__ = [
-    'MEMORY_NOTE', 'OPERATORS', 'Comparison', 'compare', 'compare_all', 'compare_stages', 'comparison_table',
-    'default_size', 'plot',
+    'MEMORY_NOTE', 'OPERATORS', 'Comparison', 'build_at', 'compare', 'compare_all', 'compare_stages',
+    'comparison_table', 'count_affordable', 'default_size', 'plot',
 ]
 
 OPERATOR_DIM = 256  # channels at which operators are compared: those of a feature pyramid
@@ -130,9 +130,9 @@ def compare(name: str, size: int, device: torch.device) -> Comparison:
     Raises:
         UsageError: The name is unknown, it cannot have that size, or it would not fit in the free memory.
     """
-    module, shape, counted = _count_affordable(name, size, device)
+    module, shape, counted = count_affordable(name, size, device)
     closed = closed_form(module, shape[2:]) if name in OPERATORS else None
-    module, _ = _build(name, size, device)
+    module, _ = build_at(name, size, device)
     measured = replace(counted, peak_memory=peak_memory(module, torch.randn(shape, device=device)))
     return Comparison(name, size, measured, closed)
 
@@ -150,13 +150,13 @@ def compare_stages(name: str, size: int, device: torch.device) -> list[Compariso
     """
     if name in OPERATORS:
         raise UsageError(f"--stages: '{name}' is an operator and has no stages")
-    module, shape, _ = _count_affordable(name, size, device)
+    module, shape, _ = count_affordable(name, size, device)
     try:
         inputs = _stage_inputs(module, shape)
         counts = {stage: count(module.get_submodule(stage), x) for stage, x in inputs.items()}
     except (AttributeError, IndexError, TypeError) as e:  # stages that are no modules, or take more than one map
         raise UsageError(f"--stages: '{name}' has no stages that can be run by themselves") from e
-    real, _ = _build(name, size, device)
+    real, _ = build_at(name, size, device)
     rows = []
     for stage, counted in counts.items():
         peak = peak_memory(real.get_submodule(stage), torch.randn(inputs[stage], device=device))
@@ -179,15 +179,32 @@ def _stage_inputs(module: nn.Module, shape: tuple[int, ...]) -> dict[str, torch.
     return inputs
 
 
-def _count_affordable(
+def count_affordable(
         name: str,
         size: int,
         device: torch.device,
+        batch_size: int = 1,
+        train: bool = False,
 ) -> tuple[nn.Module, tuple[int, ...], Measurement]:
-    """An operator or model on the meta device, the shape of its input and its cost, if there is memory for it."""
+    """An operator or model on the meta device, the shape of its input and its cost, if there is memory for it.
+
+    Args:
+        name: An operator or any model name of timm.
+        size: Side of the square map or image.
+        device: Where the memory must be free.
+        batch_size: Number of maps or images.
+        train: The memory must do for a training step.
+
+    Raises:
+        UsageError: It cannot have that size, or there is no memory for it.
+    """
     try:
-        module, shape = _build(name, size, 'meta')
+        module, (_, *image) = build_at(name, size, 'meta')
+        shape = batch_size, *image
         counted = count(module, shape)
+        if train:
+            x = torch.empty(shape, device='meta')
+            counted = replace(counted, peak_memory=training_peak_memory(module.train().requires_grad_(), x))
     except UsageError:
         raise
     except (AssertionError, RuntimeError, ValueError) as e:
@@ -196,11 +213,12 @@ def _count_affordable(
     if counted.peak_memory > available:  # by the equations: fused kernels can need less, but would take hours
         raise UsageError(
             f"'{name}' at size {size} needs {counted.peak_memory / 1e9:.1f} GB of memory by its equations, and "
-            f'{available / 1e9:.1f} GB are free ({device.type}): choose smaller sizes with --img-size')
+            f'{available / 1e9:.1f} GB are free ({device.type}): choose smaller sizes with --img-size'
+            + (' or --batch-size' if batch_size > 1 else ''))
     return module, shape, counted
 
 
-def _build(name: str, size: int, device: str | torch.device) -> tuple[nn.Module, tuple[int, ...]]:
+def build_at(name: str, size: int, device: str | torch.device) -> tuple[nn.Module, tuple[int, ...]]:
     """An operator or model in inference mode, and the shape of an input of the given size."""
     if size < 1:
         raise UsageError(f'--img-size must be positive, got {size}')

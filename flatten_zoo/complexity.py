@@ -21,6 +21,7 @@ from .layers import EfficientAttention, InterlacedSparseAttention, NonLocalAtten
 __all__ = [
     'Cost', 'Measurement', 'available_memory', 'closed_form', 'count', 'efficient_attention_cost',
     'interlaced_attention_cost', 'non_local_attention_cost', 'peak_memory', 'training_memory',
+    'training_peak_memory',
 ]
 
 
@@ -265,6 +266,12 @@ def training_memory(module: nn.Module, x: torch.Tensor) -> tuple[int, int]:
         before = tracker.peak - x.untyped_storage().nbytes()
         held = step(lambda: sum(tracker.alive.values()))
     return held - before, tracker.peak - before
+
+
+def training_peak_memory(module: nn.Module, x: torch.Tensor) -> int:
+    """Bytes held at the worst moment of forward and backward pass, with the weights: see `training_memory`."""
+    own = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    return own + training_memory(module, x)[1]
 
 
 def available_memory(device: torch.device) -> int:

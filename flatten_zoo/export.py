@@ -185,11 +185,16 @@ def check_output(output: Path, format: str, force: bool) -> None:
         if path.exists() and not force:
             raise UsageError(f"'{path}' is there already: choose another name, or --force to overwrite it")
     if format == 'onnx':
-        try:
-            import onnxruntime  # noqa: F401
-            import onnxscript  # noqa: F401
-        except ImportError as e:
-            raise UsageError(f"--format onnx: {first_line(e)}; pip install 'flatten_zoo[export]'") from e
+        check_onnx_packages('--format onnx')
+
+
+def check_onnx_packages(option: str) -> None:
+    """Raise a `UsageError` that names the option if ONNX files can't be written and run here."""
+    try:
+        import onnxruntime  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as e:
+        raise UsageError(f"{option}: {first_line(e)}; pip install 'flatten_zoo[export]'") from e
 
 
 def feature_network(model: nn.Module) -> nn.Module:

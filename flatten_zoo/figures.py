@@ -1,6 +1,6 @@
 """Files that commands write beside what they print: pictures and arrays, whole or not at all."""
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,20 +12,21 @@ from PIL import Image
 from .errors import UsageError
 from .files import write_beside
 
-__all__ = ['check_arrays_path', 'check_picture_path', 'save_arrays', 'save_figure']
+__all__ = ['check_arrays_path', 'check_path', 'check_picture_path', 'save_arrays', 'save_figure', 'written_whole']
 
 
 def check_picture_path(path: Path) -> None:
     """Raises a `UsageError` where no picture can be written, before hours of work are lost on it."""
-    _check_path('a picture', path, FigureCanvasAgg.get_supported_filetypes())
+    check_path('a picture', path, FigureCanvasAgg.get_supported_filetypes())
 
 
 def check_arrays_path(path: Path) -> None:
     """Raises a `UsageError` where no arrays can be written."""
-    _check_path('arrays', path, ['npz'])
+    check_path('arrays', path, ['npz'])
 
 
-def _check_path(what: str, path: Path, formats: Iterator[str]) -> None:
+def check_path(what: str, path: Path, formats: Collection[str]) -> None:
+    """Raises a `UsageError` where something can't be written, or its suffix is none of the formats."""
     if path.suffix[1:].lower() not in formats:
         raise UsageError(f"cannot write {what} to '{path}': its name must end in one of {', '.join(formats)}")
     if not path.parent.is_dir():
@@ -35,7 +36,8 @@ def _check_path(what: str, path: Path, formats: Iterator[str]) -> None:
 
 
 @contextmanager
-def _written_whole(path: Path) -> Iterator[Path]:
+def written_whole(path: Path) -> Iterator[Path]:
+    """`files.write_beside`, with a `UsageError` where the file can't be written."""
     try:
         with write_beside(path) as unfinished:
             yield unfinished
@@ -55,7 +57,7 @@ def save_figure(figure: Figure, path: Path, dpi: int = 150, palette: bool = Fals
     Raises:
         UsageError: The file cannot be written.
     """
-    with _written_whole(path) as unfinished:
+    with written_whole(path) as unfinished:
         figure.savefig(unfinished, dpi=dpi)
         if palette and path.suffix.lower() == '.png':
             # chosen for its coverage, so that small marks keep their colours
@@ -69,5 +71,5 @@ def save_arrays(arrays: dict[str, np.ndarray], path: Path) -> None:
     Raises:
         UsageError: The file cannot be written.
     """
-    with _written_whole(path) as unfinished, unfinished.open('wb') as file:
+    with written_whole(path) as unfinished, unfinished.open('wb') as file:
         np.savez_compressed(file, **arrays)

@@ -11,6 +11,7 @@ SMALL = {
     'flatten_swin_t': dict(img_size=64, window_size=2, depths=(1, 1, 1, 1), embed_dim=24),
     'flatten_cswin_t': dict(img_size=64, depths=(1, 1, 1, 1), embed_dim=16, split_sizes=(1, 2, 2, 2)),
     'flatten_deit_t': dict(img_size=64, depth=1),
+    **dict.fromkeys(['ea_resnet50', 'nl_resnet50', 'issa_resnet50'], dict(layers=(1, 1, 1, 1), zero_init_last=False)),
 }
 
 
@@ -24,4 +25,5 @@ def test_transcription_is_the_same_network(name):
     x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
     literal = transcribed(model)
     torch.testing.assert_close(literal(x), model(x), rtol=1e-9, atol=1e-12)
-    assert kept(model, x, model.parameters()) < kept(literal, x, model.parameters())
+    if name.startswith('flatten'):
+        assert kept(model, x, model.parameters()) < kept(literal, x, model.parameters())

@@ -129,7 +129,18 @@ class FocusedLinearBranch(FocusedLinearCore):
 
     def forward(self, qkv: torch.Tensor) -> torch.Tensor:
         q, k, v = qkv.unbind(-2)
-        return self.attend(q, k, v) + self.get_v(v)
+        out = self.attend(q, k, v)
+        return out if self.get_v is None else out + self.get_v(v)
+
+    @torch.no_grad()
+    def fold(self, qkv: nn.Linear) -> None:
+        """The core's, and LePE becomes part of its depthwise convolution."""
+        super().fold(qkv)
+        margin = (self.dwc.kernel_size[0] - 3) // 2
+        if self.inverse_scale is not None and self.get_v is not None and margin >= 0:
+            self.dwc.weight += F.pad(self.get_v.weight, [margin] * 4)
+            self.dwc.bias += self.get_v.bias
+            self.get_v = None
 
     def depthwise_matrix(
             self,
@@ -139,6 +150,8 @@ class FocusedLinearBranch(FocusedLinearCore):
     ) -> torch.Tensor:
         """With LePE, which is another depthwise term."""
         rows = super().depthwise_matrix(channel, grid_size, queries)
+        if self.get_v is None:
+            return rows
         queries = select_queries(queries, rows.shape[1], rows.device)
         return rows + convolution_rows(self.get_v.weight[channel, 0], grid_size, queries)
 

@@ -1,7 +1,6 @@
-"""Which is the limit, the loader or the model? `python -m flatten_zoo.training.bench` and the options of `train.py`."""
+"""Which is the limit, the loader or the model? `flatten-zoo bench --loader` and the options of `train.py`."""
 import argparse
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ import torch
 from timm.data import Mixup
 from timm.utils import random_seed
 
-from flatten_zoo.errors import UsageError, report_usage_errors
+from flatten_zoo.errors import UsageError
 
 from .data import input_config, mixup_arguments, open_splits, training_loader
 from .distributed import as_one, check_alone
@@ -31,11 +30,11 @@ __all__ = ['bench', 'main']
 WARM_UP = 0.25  # share of the measured time that goes before it
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Measure as the command line says.
 
     Args:
-        argv: Options of `train.py` and `--seconds`; `sys.argv` if None.
+        argv: Options of `train.py`, and `--seconds`.
 
     Returns:
         Exit status: 0, or 130 after Ctrl-C.
@@ -47,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with as_one():
         check_alone('bench')
     parser = train_parser()
-    parser.prog = 'python -m flatten_zoo.training.bench'
+    parser.prog = 'flatten-zoo bench --loader'
     parser.description = 'Images per second of the loader alone and of the model alone, with the options of train.py.'
     parser.add_argument('--seconds', type=float, default=20, metavar='X', help='to measure each of the two')
     args = parser.parse_with_config(argv)
@@ -143,7 +142,3 @@ class _Repeated:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
-
-
-if __name__ == '__main__':
-    sys.exit(report_usage_errors(main))

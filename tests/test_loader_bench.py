@@ -6,9 +6,8 @@ import time
 import pytest
 import torch
 
-from flatten_zoo.errors import report_usage_errors
-from flatten_zoo.training import bench as bench_module
-from flatten_zoo.training.bench import main
+from flatten_zoo.cli import main
+from flatten_zoo.training import loader_bench
 
 from .tiny_images import write_images, write_shards
 
@@ -22,7 +21,7 @@ def images(tmp_path_factory):
 
 def figures(capsys, *options) -> tuple[float, float, str]:
     capsys.readouterr()
-    assert main([*TINY, '--seconds', '0.4', *map(str, options)]) == 0
+    assert main(['bench', '--loader', *TINY, '--seconds', '0.4', *map(str, options)]) == 0
     output = capsys.readouterr().out
     match = re.fullmatch(
         r'loader alone +(\S+) images/s  \d workers, \d+ CPU cores\n'
@@ -38,14 +37,14 @@ class Slow(torch.nn.Module):
 
 
 def test_slow_loader_is_the_limit(images, capsys, monkeypatch):
-    build = bench_module.training_loader
+    build = loader_bench.training_loader
 
     def slow_loader(*args):
         loader = build(*args)
         loader.dataset.transform.transforms.append(Slow())
         return loader
 
-    monkeypatch.setattr(bench_module, 'training_loader', slow_loader)
+    monkeypatch.setattr(loader_bench, 'training_loader', slow_loader)
     loader, model, limit = figures(capsys, images)
     assert 5 < loader < 10  # a tenth of a second for each image
     assert model > loader
@@ -53,14 +52,14 @@ def test_slow_loader_is_the_limit(images, capsys, monkeypatch):
 
 
 def test_slow_model_is_the_limit(images, capsys, monkeypatch):
-    build = bench_module.build_training_model
+    build = loader_bench.build_training_model
 
     def slow_model(args):
         model = build(args)
         model.register_forward_pre_hook(lambda *_: time.sleep(0.1))
         return model
 
-    monkeypatch.setattr(bench_module, 'build_training_model', slow_model)
+    monkeypatch.setattr(loader_bench, 'build_training_model', slow_model)
     loader, model, limit = figures(capsys, images, '--no-aug')
     assert 5 < model < 60  # a tenth of a second for each batch of six
     assert loader > model
@@ -86,6 +85,6 @@ def test_nothing_is_written(tmp_path, images, capsys, monkeypatch):
     (['/none'], "error: --data-dir '/none' does not exist"),
 ])
 def test_mistakes_are_one_line(capsys, options, message):
-    assert report_usage_errors(lambda: main([*TINY, *options])) == 2
+    assert main(['bench', '--loader', *TINY, *options]) == 2
     captured = capsys.readouterr()
     assert captured.out == '' and captured.err.splitlines()[-1].startswith(message)

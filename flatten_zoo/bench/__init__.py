@@ -1,0 +1,1 @@
+"""How fast models run on this machine, side by side."""
