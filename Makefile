@@ -37,4 +37,4 @@ lint: $(TEST)
 
 # The zoo against a literal transcription of its equations; on an idle machine.
 bench: $(DEMO)
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks --compile --seconds 2
