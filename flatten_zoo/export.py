@@ -154,7 +154,7 @@ def export(
                 run = load_program(temporary)
             difference = compare(run, network, check_shapes(shape, dynamic), dtype)
             about = describe(network, config, shape, dynamic, dtype, names, opset if format == 'onnx' else None)
-            about |= {'weights': weights, 'largest_difference': difference}
+            about |= {'weights': weights, 'reparameterized': reparameterize, 'largest_difference': difference}
             if int8:
                 quantize(temporary, temporary, images[::2])
                 about['int8'] = agreement(load_onnx(temporary), lambda x: _as_list(network(x)), images[1::2])

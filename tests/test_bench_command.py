@@ -135,6 +135,17 @@ def test_ctrl_c_prints_what_there_is(after, rows, tmp_path, capsys, monkeypatch)
     assert len(rows_of(path)[1]) == capsys.readouterr().out.count('test_') == rows
 
 
+def test_ctrl_c_before_anything_could_be_drawn(tmp_path, capsys, monkeypatch):
+    def interrupted(run):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measuring, 'timed', interrupted)
+    monkeypatch.setattr('flatten_zoo.bench.command.check_accuracies', lambda *args: [])
+    assert main([*TINY, '--plot', str(tmp_path / 'a.png')]) == 130
+    assert '--plot: nothing was measured' in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize('family, models', [
     ('swin', ['flatten_swin_b', 'flatten_swin_b_384', 'flatten_swin_s', 'flatten_swin_t']),
     ('pvt', ['flatten_pvt_b', 'flatten_pvt_m', 'flatten_pvt_s', 'flatten_pvt_t']),

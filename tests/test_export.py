@@ -161,6 +161,16 @@ def test_feature_extractor_of_torchvision(name):
         torch.testing.assert_close(extractor(x)['logits'], model(x))
 
 
+@pytest.mark.filterwarnings('ignore')
+@pytest.mark.parametrize('name', SMALL)
+def test_traced_by_torchscript_for_one_size(name):
+    model = small(name, **({'dynamic_img_size': True} if name in FIXED_SIZE else {}))
+    for size in (64, 96):
+        traced = torch.jit.trace(model, torch.randn(1, 3, size, size), check_trace=False)
+        x = torch.randn(1, 3, size, size)
+        torch.testing.assert_close(traced(x), model(x))
+
+
 @pytest.mark.filterwarnings('ignore')  # torch.jit's deprecation, and what is right here at more sizes than it knows
 @pytest.mark.parametrize('name', ['flatten_cswin_t', 'issa_resnet50'])
 def test_traced_by_torchscript(name):

@@ -100,6 +100,13 @@ def test_every_network(name):
 
 
 @networks
+def test_frozen_stays_frozen(name):
+    folded = reparameterize_model(small(name).requires_grad_(False))
+    assert not any(parameter.requires_grad for parameter in folded.parameters())
+    assert not any(module.training for module in folded.modules())
+
+
+@networks
 def test_features_and_other_sizes(name):
     options = dynamic(name)
     backbone = small(name, features_only=True, **options)

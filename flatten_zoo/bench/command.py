@@ -40,10 +40,10 @@ def run(args: argparse.Namespace) -> int:
     print(as_text(*timings_table(report.timings)))
     if args.results:
         save_results(args.results, about, report)
-    if args.plot:
-        plot(report.timings, args.plot, args.train)
     for failure in report.failures:
         print(f'failed: {failure}', file=sys.stderr)
+    if args.plot and not plot(report.timings, args.plot, args.train):
+        print('--plot: nothing was measured that could be drawn', file=sys.stderr)
     return 130 if report.interrupted else int(bool(report.failures))
 
 

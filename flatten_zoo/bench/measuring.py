@@ -100,13 +100,14 @@ def bench(
         train: Time a training step in place of a forward pass.
     """
     report = Report()
-    settings = list(itertools.product(modes, batch_sizes, sizes or [None]))
+    own = {name: default_size(name) for name in names} if sizes is None else {}
+    settings = list(itertools.product(*map(dict.fromkeys, (modes, batch_sizes, sizes or [None]))))
     limit = max(torch._dynamo.config.recompile_limit, 2 * len(names))  # models of one class share it
     with tqdm(total=len(settings) * len(names), unit='figure', leave=False, disable=None) as bar, \
             torch._dynamo.config.patch(recompile_limit=limit):
         try:
             for mode, batch_size, size in settings:
-                sides = {name: size or default_size(name) for name in names}
+                sides = {name: size or own[name] for name in names}
                 _measure(report, bar, sides, mode, batch_size, seconds, device, train)
         except KeyboardInterrupt:
             report.interrupted = True
@@ -144,7 +145,7 @@ def _measure(
                 times.setdefault(name, []).append(timed(run))
             except Exception as e:  # memory that others took meanwhile, for one
                 fail(name, e)
-                del runs[name], times[name]
+                del runs[name], times[name], prepared[name]
         bar.update(len(sides))
     finally:
         medians = {name: statistics.median(seen) for name, seen in times.items() if seen}

@@ -101,7 +101,8 @@ def _onnx_run(model: nn.Module, x: torch.Tensor, int8: bool) -> Callable[[], obj
     """The model in onnxruntime; in 8 bits the ranges are those of random images, which is enough for its speed."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / 'model.onnx'
-        save_onnx(trace(model, x, None), path, output_names(model), None, INT8_OPSET if int8 else OPSET)
+        program = trace(reparameterize_model(model), x, None)  # as `flatten-zoo export` writes it
+        save_onnx(program, path, output_names(model), None, INT8_OPSET if int8 else OPSET)
         if int8:
             quantize(path, path, [x])
         session = load_onnx(path)

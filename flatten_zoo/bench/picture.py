@@ -54,7 +54,7 @@ def check_accuracies(path: Path, names: Sequence[str], sizes: Sequence[int] | No
     return without
 
 
-def plot(timings: Sequence[Timing], path: Path, train: bool) -> None:
+def plot(timings: Sequence[Timing], path: Path, train: bool) -> bool:
     """Draws the time of a batch against reported ImageNet top-1, one panel for each mode and batch size.
 
     Args:
@@ -62,10 +62,15 @@ def plot(timings: Sequence[Timing], path: Path, train: bool) -> None:
         path: File to write; its suffix names the format.
         train: They are of training steps.
 
+    Returns:
+        Whether there was anything to draw.
+
     Raises:
         UsageError: The file can't be written.
     """
     points = [(t, top1) for t in timings if (top1 := reported_top1(t.model, t.img_size))]
+    if not points:
+        return False
     panels = {key: list(group) for key, group in itertools.groupby(points, lambda p: (p[0].mode, p[0].batch_size))}
     families = list(dict.fromkeys(family(t.model) for t, _ in points))
     columns = min(3, len(panels))
@@ -86,6 +91,7 @@ def plot(timings: Sequence[Timing], path: Path, train: bool) -> None:
     for axes, panel in zip(figure.axes, panels.values(), strict=True):
         _label(axes, [(t.model, (1e3 * t.quartiles[1], top1)) for t, top1 in panel])
     save_figure(figure, path)
+    return True
 
 
 def _label(axes: Axes, points: Sequence[tuple[str, tuple[float, float]]]) -> None:

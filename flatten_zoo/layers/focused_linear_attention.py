@@ -145,9 +145,10 @@ class FocusedLinearCore(nn.Module):
         self.positional_encoding = nn.Parameter((encoding * s).to(encoding.dtype), encoding.requires_grad)
 
         weight, bias = self._depthwise_kernels()
+        shared = self.dwc
         self.dwc = nn.utils.skip_init(
-            nn.Conv2d, len(weight), len(weight), self.dwc.kernel_size, padding=self.dwc.padding, groups=len(weight),
-            **get_device_dtype(self.dwc))
+            nn.Conv2d, len(weight), len(weight), shared.kernel_size, padding=shared.padding, groups=len(weight),
+            **get_device_dtype(shared)).train(shared.training).requires_grad_(shared.weight.requires_grad)
         self.dwc.load_state_dict({'weight': weight, 'bias': bias})
         self.inverse_scale = s.to(self.scale.dtype)
         self.scale = None

@@ -35,7 +35,7 @@ def make_norms_foldable(*modules: nn.Module) -> None:
     Args:
         modules: What runs one after the other. Modules within them run in their order.
     """
-    leaves = [leaf for module in modules for leaf in module.modules() if not any(leaf.children())]
+    leaves = [leaf for module in modules for leaf in module.modules() if next(leaf.children(), None) is None]
     for conv, norm in pairwise(leaves):
         if type(conv) is nn.Conv2d and type(norm) is nn.BatchNorm2d:
             conv.fuse = partial(_offer, conv, norm)

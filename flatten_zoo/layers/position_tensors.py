@@ -2,6 +2,7 @@
 import torch
 import torch.nn.functional as F
 from timm.layers import register_notrace_function
+from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .sizes import surely_equal
@@ -33,14 +34,14 @@ def _resample_once(positions: torch.Tensor, height: int, width: int) -> torch.Te
 def resample_positions(positions: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Bring a position tensor (1, H, W, C) to another grid: `timm.layers.resample_abs_pos_embed_nhwc` for any size.
 
-    On the CPU, where no gradients are wanted, the result for the last size is kept: resampling is up to a tenth of the
-    time of a network on one image.
+    On the CPU, where no gradients are wanted, the result for a parameter's last size is kept: resampling is up to a
+    tenth of the time of a network on one image.
     """
     if surely_equal(height, positions.shape[1]) and surely_equal(width, positions.shape[2]):
         return positions
     if not torch.jit.is_scripting() and not (
             torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_grad_enabled()
-            or positions.device.type != 'cpu'
+            or positions.device.type != 'cpu' or type(positions) is not nn.Parameter  # others are made anew each time
     ):
         return _resample_once(positions, height, width)
     return _resample(positions, height, width)

@@ -11,5 +11,5 @@ def surely_equal(a: int, b: int) -> bool:
     A plain `a == b` would hold the graph to the answer, and the next size would need another one.
     """
     if not torch.jit.is_scripting():
-        return statically_known_true(a == b)
+        return bool(a == b) if torch.jit.is_tracing() else statically_known_true(a == b)
     return a == b

@@ -134,7 +134,7 @@ class FocusedLinearBranch(FocusedLinearCore):
 
     @torch.no_grad()
     def fold(self, qkv: nn.Linear) -> None:
-        """The core's, and LePE becomes part of its depthwise convolution."""
+        """The core's, for a projection to this one branch; and LePE becomes part of its depthwise convolution."""
         super().fold(qkv)
         margin = (self.dwc.kernel_size[0] - 3) // 2
         if self.inverse_scale is not None and self.get_v is not None and margin >= 0:
