@@ -19,6 +19,11 @@ def _resample(positions: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 @torch.jit.ignore
 def _resample_once(positions: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    if (
+            torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_grad_enabled()
+            or positions.device.type != 'cpu' or type(positions) is not nn.Parameter  # others are made anew each time
+    ):
+        return _resample(positions, height, width)
     source, resampled = _resampled.get(positions, (None, None))
     # a copy tells what no counter does: that the tensor was written through `.data`
     if (
@@ -39,9 +44,6 @@ def resample_positions(positions: torch.Tensor, height: int, width: int) -> torc
     """
     if surely_equal(height, positions.shape[1]) and surely_equal(width, positions.shape[2]):
         return positions
-    if not torch.jit.is_scripting() and not (
-            torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_grad_enabled()
-            or positions.device.type != 'cpu' or type(positions) is not nn.Parameter  # others are made anew each time
-    ):
-        return _resample_once(positions, height, width)
-    return _resample(positions, height, width)
+    if torch.jit.is_scripting():
+        return _resample(positions, height, width)
+    return _resample_once(positions, height, width)
