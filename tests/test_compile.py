@@ -99,3 +99,13 @@ def test_gradient_checkpointing_compiles(name):
 def test_every_network_is_one_graph(name):
     counted = Counted(timm.create_model(name, **({} if 'resne' in name else {'img_size': 64})))
     assert [counted.train(), counted.train(), counted.infer(), counted.infer()] == [1, 1, 2, 2]
+
+
+@pytest.mark.slow
+@families
+def test_max_autotune_is_the_same_network(name):
+    model = create(name).eval()
+    compiled = torch.compile(model, mode='max-autotune', fullgraph=True)
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-3, atol=1e-4)
