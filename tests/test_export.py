@@ -31,7 +31,7 @@ from flatten_zoo.training.train import main as train
 from flatten_zoo.weights import zoo_models
 
 from .test_attention_resnet import seeded
-from .test_flatten_models import FIXED_SIZE, SMALL, create_small
+from .test_flatten_models import FIXED_SIZE, SMALL, create_small, dynamic
 
 RESNETS = ('ea_resnet50', 'issa_resnet50', 'nl_resnet50')
 SHALLOW = dict.fromkeys(('flatten_pvt_t', 'flatten_pvt_v2_b0', 'flatten_cswin_t'), {'depths': (1, 1, 1, 1)})
@@ -164,7 +164,7 @@ def test_feature_extractor_of_torchvision(name):
 @pytest.mark.filterwarnings('ignore')
 @pytest.mark.parametrize('name', SMALL)
 def test_traced_by_torchscript_for_one_size(name):
-    model = small(name, **({'dynamic_img_size': True} if name in FIXED_SIZE else {}))
+    model = small(name, **dynamic(name))
     for size in (64, 96):
         traced = torch.jit.trace(model, torch.randn(1, 3, size, size), check_trace=False)
         x = torch.randn(1, 3, size, size)

@@ -21,6 +21,7 @@ from flatten_zoo.models.flatten_cswin import StripeBranch
 from flatten_zoo.weights import to_official
 from flatten_zoo.weights.catalogue import PARAMETERS
 
+from .operators import Maps
 from .reference import load_reference
 
 # official parameters in millions (less PVT's unused norm) and multiply-accumulates in billions
@@ -444,6 +445,21 @@ def test_exported_stripes_serve_sizes_that_pad_or_not(direction, size):
     for shape in [(2, 6, 9), (3, 7, 8), (2, 13, 12), (2, 4, 5)]:
         x = torch.randn(*shape, 3, 16)
         torch.testing.assert_close(program(x), branch(x))
+
+
+@families
+def test_maps_are_padded_and_positions_resampled_only_where_they_must(name):
+    model = create_small(name, **dynamic(name)).eval()
+
+    def operations(height, width):
+        with torch.no_grad(), Maps(torch.float32, 1) as maps:
+            model(torch.randn(1, 3, height, width))
+        return [operation for operation in maps.operations if 'pad' in operation or 'bicubic' in operation]
+
+    assert not operations(64, 64)
+    first, second = operations(70, 101), operations(70, 101)
+    assert '_upsample_bicubic2d_aa' in first and '_upsample_bicubic2d_aa' not in second
+    assert ('constant_pad_nd' in first) == ('constant_pad_nd' in second) == ('v2' not in name)  # whose patches overlap
 
 
 def test_padded_positions_are_not_attended_to():

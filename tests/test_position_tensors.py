@@ -22,25 +22,26 @@ CHANGES = {
 def test_a_kept_result_follows_the_tensor(change, mode):
     p = nn.Parameter(torch.randn(1, 3, 4, 2))
     with mode():
-        assert resample_positions(p, 3, 4) is p
-        first = resample_positions(p, 5, 6)
-        assert resample_positions(p, 5, 6) is first
-        torch.testing.assert_close(resample_positions(p, 6, 5), resample_abs_pos_embed_nhwc(p, [6, 5]))
+        torch.testing.assert_close(resample_positions(p.flatten(1, 2), (3, 4), 3, 4), p)
+        torch.testing.assert_close(resample_positions(p, (3, 4), 6, 5), resample_abs_pos_embed_nhwc(p, [6, 5]))
+        kept = resample_positions(p, (3, 4), 5, 6)
+        assert resample_positions(p, (3, 4), 5, 6) is kept
     with torch.no_grad():
         CHANGES[change](p)
     with mode():
-        torch.testing.assert_close(resample_positions(p, 5, 6), resample_abs_pos_embed_nhwc(p, [5, 6]), rtol=0, atol=0)
+        expected = resample_abs_pos_embed_nhwc(p, [5, 6])
+        torch.testing.assert_close(resample_positions(p, (3, 4), 5, 6), expected, rtol=0, atol=0)
 
 
 def test_gradients_flow_after_inference_at_the_same_size():
     p = nn.Parameter(torch.randn(1, 3, 4, 2))
     with torch.inference_mode():
-        resample_positions(p, 5, 6)
-    resample_positions(p, 5, 6).square().sum().backward()
+        resample_positions(p, (3, 4), 5, 6)
+    resample_positions(p, (3, 4), 5, 6).square().sum().backward()
     assert p.grad.abs().min() > 0
     p.requires_grad_(False)
     x = torch.ones(1, 5, 6, 2, requires_grad=True)
-    (resample_positions(p, 5, 6) * x).sum().backward()
+    (resample_positions(p, (3, 4), 5, 6) * x).sum().backward()
     torch.testing.assert_close(x.grad, resample_abs_pos_embed_nhwc(p, [5, 6]))
 
 

@@ -65,6 +65,8 @@ def assert_same(folded, network, *shape, dtype=torch.float32, tolerance=None):
 def assert_nothing_left(folded: nn.Module, *shape) -> None:
     assert not any(isinstance(module, nn.BatchNorm2d) for module in folded.modules())
     assert not any(name.endswith('scale') and 'inverse' not in name for name in folded.state_dict())
+    linear = [module for module in folded.modules() if isinstance(module, FocusedLinearCore)]
+    assert not any(getattr(module, 'get_v', None) for module in linear)  # CSwin's LePE
     program = torch.export.export(folded, (torch.randn(shape or (2, 3, 64, 64)),))
     for node in program.graph.nodes:
         assert not any(operation in str(node.target) for operation in ('softplus', 'batch_norm'))

@@ -81,8 +81,9 @@ class ISANet(nn.Module):
             nn.Dropout2d(drop_rate),
             nn.Conv2d(512, num_classes, 1),
         ) if aux_loss else None
-        for head in (self.isa_head, self.dsn_head) if aux_loss else (self.isa_head,):
-            make_norms_foldable(head)
+        make_norms_foldable(self.isa_head)
+        if aux_loss:
+            make_norms_foldable(self.dsn_head)
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         if self.training and x.shape[0] == 1 and x.shape[2] <= 8 and x.shape[3] <= 8:

@@ -117,7 +117,7 @@ class FocusedLinearCore(nn.Module):
 
     def _positional_encoding(self, height: int, width: int) -> torch.Tensor:
         if self.dynamic_grid_size:
-            return resample_positions(self.positional_encoding, height, width)
+            return resample_positions(self.positional_encoding, self.grid_size, height, width)
         way_out = 'build the network with img_size= for this size, or with dynamic_img_size=True for any'
         _assert(height == self.grid_size[0], f'Grid height ({height}) is not {self.grid_size[0]}; {way_out}.')
         _assert(width == self.grid_size[1], f'Grid width ({width}) is not {self.grid_size[1]}; {way_out}.')

@@ -47,7 +47,8 @@ class PyramidStage(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.patch_embed(x)
         if self.pos_embed is not None:
-            x = x + resample_positions(self.pos_embed, x.shape[1], x.shape[2])
+            grid_size = (self.pos_embed.shape[1], self.pos_embed.shape[2])
+            x = x + resample_positions(self.pos_embed, grid_size, x.shape[1], x.shape[2])
         if self.grad_checkpointing and not torch.jit.is_scripting():
             x = checkpoint_seq(self.blocks, x)
         else:

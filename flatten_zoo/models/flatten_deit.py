@@ -130,16 +130,10 @@ class FlattenViT(CheckedClassifier, VisionTransformer):
     def _pos_embed(self, x: torch.Tensor) -> torch.Tensor:
         """(B, H, W, C) map with position embedding, of the patch embedding's tokens or map."""
         grid_size = self.patch_embed.grid_size
-        pos_embed = self.pos_embed
-        if pos_embed is not None:
-            pos_embed = pos_embed.reshape(1, grid_size[0], grid_size[1], -1)
-        if self.dynamic_img_size:
-            if pos_embed is not None:
-                pos_embed = resample_positions(pos_embed, x.shape[1], x.shape[2])
-        else:
+        if not self.dynamic_img_size:
             x = x.reshape(x.shape[0], grid_size[0], grid_size[1], x.shape[-1])
-        if pos_embed is not None:
-            x = x + pos_embed
+        if self.pos_embed is not None:
+            x = x + resample_positions(self.pos_embed, grid_size, x.shape[1], x.shape[2])
         return self.pos_drop(x)
 
     def forward_features(self, x: torch.Tensor) -> torch.Tensor:
