@@ -19,7 +19,7 @@ $(TEST): $(DEMO)
 
 # Handwritten digits, a FLatten-PVT that learns them in a few minutes, and its accuracy on held-out ones.
 demo: $(DEMO)
-	$(BIN)/python -m flatten_zoo.training.digits data/digits
+	$(BIN)/python -m flatten_zoo.samples.digits data/digits
 	rm -rf output/train/quickstart
 	$(BIN)/python train.py --config configs/quickstart.yaml
 	$(BIN)/python validate.py --checkpoint output/train/quickstart

@@ -15,8 +15,9 @@ from torchvision.models.video import r3d_18
 from tqdm import trange
 
 from flatten_zoo import EfficientAttention, NonLocalAttention
-from flatten_zoo.complexity import closed_form, training_memory
-from flatten_zoo.paper_tables import three_digits
+from flatten_zoo.cost.counting import training_memory
+from flatten_zoo.cost.operators import closed_form
+from flatten_zoo.cost.paper_tables import three_digits
 from flatten_zoo.tables import as_text
 
 

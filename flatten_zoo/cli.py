@@ -38,8 +38,9 @@ def complexity(parser: argparse.ArgumentParser) -> Command:
         help='print a table of the efficient attention paper, computed from the operators')
 
     def run(args: argparse.Namespace) -> None:
-        from . import comparison, tables
-        from .paper_tables import PAPER_TABLES
+        from . import tables
+        from .cost import comparison
+        from .cost.paper_tables import PAPER_TABLES
         if bool(args.names) == bool(args.table):
             raise UsageError('name models or operators to compare, or a paper table with --table')
         if args.table and (args.plot or args.img_size or args.stages):
@@ -294,7 +295,7 @@ def run(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument('arguments', nargs=argparse.REMAINDER, metavar='…', help='its arguments')
 
     def run(args: argparse.Namespace) -> None:
-        from .run import run_script
+        from .run_script import run_script
         run_script(args.script, args.arguments)
 
     return run

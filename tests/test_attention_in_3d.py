@@ -3,7 +3,8 @@ import pytest
 import torch
 
 from flatten_zoo import EfficientAttention, NonLocalAttention
-from flatten_zoo.complexity import closed_form, training_memory
+from flatten_zoo.cost.counting import training_memory
+from flatten_zoo.cost.operators import closed_form
 from tests.examples import load_example
 
 # channels, arguments and size of a cost volume (depth, height, width) and of a video's map (time, height, width)

@@ -8,8 +8,8 @@ import torch
 from timm.utils import freeze
 
 from flatten_zoo.cli import main
-from flatten_zoo.comparison import compare_stages
-from flatten_zoo.complexity import count
+from flatten_zoo.cost.comparison import compare_stages
+from flatten_zoo.cost.counting import count
 from flatten_zoo.weights import zoo_models
 
 from .test_attention_resnet import seeded

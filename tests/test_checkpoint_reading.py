@@ -19,7 +19,7 @@ import torch
 
 from flatten_zoo.errors import UsageError
 from flatten_zoo.weights import load_model, read_checkpoint, restricted_pickle, select_state_dict
-from flatten_zoo.weights.convert import family_of
+from flatten_zoo.weights.official_names import family_of
 
 STATE_DICT = {'weight': torch.arange(6.).reshape(2, 3), 'half': torch.ones(2, dtype=torch.bfloat16)}
 formats = pytest.mark.parametrize('zip_format', [True, False], ids=['zip', 'legacy'])

@@ -68,7 +68,7 @@ def test_paper_table(table, cell, capsys):
 
 
 def test_every_paper_table_has_its_option(capsys):
-    from flatten_zoo.paper_tables import PAPER_TABLES
+    from flatten_zoo.cost.paper_tables import PAPER_TABLES
     with pytest.raises(SystemExit):
         main(['complexity', '--help'])
     assert '{' + ','.join(PAPER_TABLES) + '}' in capsys.readouterr().out

@@ -3,10 +3,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from flatten_zoo import EfficientAttention, InterlacedSparseAttention, NonLocalAttention
-from flatten_zoo.comparison import compare, default_size
-from flatten_zoo.complexity import available_memory, closed_form, count, peak_memory
+from flatten_zoo.cost.comparison import compare, default_size
+from flatten_zoo.cost.counting import available_memory, count, peak_memory
+from flatten_zoo.cost.operators import closed_form
+from flatten_zoo.cost.paper_tables import PAPER_TABLES, three_digits
 from flatten_zoo.errors import UsageError
-from flatten_zoo.paper_tables import PAPER_TABLES, three_digits
 
 CPU = torch.device('cpu')
 

@@ -13,10 +13,10 @@ import torch
 from PIL import ExifTags, Image
 
 from flatten_zoo.errors import UsageError, report_usage_errors
-from flatten_zoo.training import sources
-from flatten_zoo.training.data import evaluation_loader, open_splits, training_loader
-from flatten_zoo.training.numerics import Numerics
-from flatten_zoo.training.options import train_parser
+from flatten_zoo.training.data import streams
+from flatten_zoo.training.data.loaders import evaluation_loader, open_splits, training_loader
+from flatten_zoo.training.loop.precision import Numerics
+from flatten_zoo.training.options.arguments import train_parser
 from flatten_zoo.training.train import main as train
 from flatten_zoo.training.validate import main as validate
 from flatten_zoo.visualize import load_picture
@@ -147,7 +147,7 @@ def test_unknown_kinds_and_names(root, capsys, name, message):
     ('tfds/x', 'tensorflow tensorflow-datasets'),
 ])
 def test_missing_packages(capsys, monkeypatch, name, install):
-    monkeypatch.setattr(sources.importlib.util, 'find_spec', lambda package: None)
+    monkeypatch.setattr(streams.importlib.util, 'find_spec', lambda package: None)
     line = refused(capsys, '--dataset', name, '-j', 0)
     assert f"--dataset '{name}' needs the package " in line
     assert line.endswith(f': pip install {install}')

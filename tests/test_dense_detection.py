@@ -11,7 +11,7 @@ from torchvision.models.detection import fasterrcnn_resnet50_fpn, maskrcnn_resne
 from torchvision.ops import FrozenBatchNorm2d
 
 from flatten_zoo import EfficientAttention, InterlacedSparseAttention, NonLocalAttention
-from flatten_zoo.complexity import closed_form
+from flatten_zoo.cost.operators import closed_form
 from flatten_zoo.dense import PyramidBackbone, faster_rcnn, freeze_norms, freeze_stages, mask_rcnn, rcnn_cost
 
 LEVELS = ['fpn1', 'fpn2', 'fpn3', 'fpn4', 'fpn5']

@@ -17,11 +17,12 @@ from timm.utils import unwrap_model
 from torch.utils.data import RandomSampler
 
 from flatten_zoo.errors import UsageError, report_usage_errors
-from flatten_zoo.training import distributed, engine
-from flatten_zoo.training.checkpoints import last_checkpoint
-from flatten_zoo.training.data import evaluation_loader, open_splits, training_loader
-from flatten_zoo.training.numerics import Numerics
-from flatten_zoo.training.options import train_parser
+from flatten_zoo.training.data.loaders import evaluation_loader, open_splits, training_loader
+from flatten_zoo.training.loop import trainer
+from flatten_zoo.training.loop.precision import Numerics
+from flatten_zoo.training.options.arguments import train_parser
+from flatten_zoo.training.output.checkpoints import last_checkpoint
+from flatten_zoo.training.processes import distributed
 from flatten_zoo.training.train import main
 
 from .processes import in_processes, next_run
@@ -108,7 +109,7 @@ def changes_of_statistics(output: Path, images: Path, hows: tuple[str, ...]) -> 
         original(task, how)
         seen.append(torch.stack([before, statistics(task)]).tolist())
 
-    original, engine.distribute_batch_norm = engine.distribute_batch_norm, distribute
+    original, trainer.distribute_batch_norm = trainer.distribute_batch_norm, distribute
     for how in hows:
         argv = ('--epochs', 1, '--model-ema', '--model-ema-decay', 0.5, '--no-ddp-bb', '--dist-bn', how)
         assert train(output / f'bn-{how}', images, *RESNET, *argv) == 0
@@ -220,7 +221,7 @@ def test_only_the_first_process_writes(tmp_path, images):
 
 def whole_and_in_parts(output: Path, images: Path, options: list[str], rank: int, update: int) -> list[int]:
     """A run, and the same one that SIGTERM to one of its processes interrupts at an update, and that goes on."""
-    original, updates = engine.Trainer._update, []
+    original, updates = trainer.Trainer._update, []
 
     def counted(self):
         updates.append(1)
@@ -229,7 +230,7 @@ def whole_and_in_parts(output: Path, images: Path, options: list[str], rank: int
         original(self)
 
     statuses = [train(output / 'whole', images, *options)]
-    engine.Trainer._update = counted
+    trainer.Trainer._update = counted
     statuses.append(train(output / 'parts', images, *options))
     recovered = last_checkpoint(output / 'parts' / 'run').name
     statuses.append(train(output / 'parts', images, *options, '--resume', 'auto'))
@@ -251,7 +252,7 @@ def test_interrupted_run_ends_like_one_that_was_not(tmp_path, images, options, r
 
 def stopped_in_validation(output: Path, images: Path) -> list[int]:
     """SIGTERM to the second process during its validation, then the epochs that are left on one process."""
-    original, updates = engine.ClassificationEvaluator.update, []
+    original, updates = trainer.ClassificationEvaluator.update, []
 
     def update(self, *args):
         updates.append(1)
@@ -259,7 +260,7 @@ def stopped_in_validation(output: Path, images: Path) -> list[int]:
             os.kill(os.getpid(), signal.SIGTERM)
         original(self, *args)
 
-    engine.ClassificationEvaluator.update = update
+    trainer.ClassificationEvaluator.update = update
     return [train(output, images, *RESNET, '--sched-on-updates'), len(updates)]
 
 
@@ -317,14 +318,14 @@ def test_unreadable_image_of_one_process_ends_both(tmp_path, images):
 
 def diverges(output: Path, images: Path) -> None:
     """Training in which a loss of the second process alone is not finite."""
-    original, batches = engine.Trainer._backward, []
+    original, batches = trainer.Trainer._backward, []
 
     def backward(self, *args):
         batches.append(1)
         loss = original(self, *args)
         return loss * float('nan') if len(batches) == 3 and distributed.rank() == 1 else loss
 
-    engine.Trainer._backward = backward
+    trainer.Trainer._backward = backward
     exits(output, images)
 
 
@@ -341,7 +342,7 @@ def test_divergence_of_one_process_ends_both(tmp_path, images):
 
 def dies(output: Path, images: Path, rank: int, how: str) -> None:
     """Training in which a process dies at the second update of epoch 1, and torchrun may terminate the other."""
-    original, updates = engine.Trainer._update, []
+    original, updates = trainer.Trainer._update, []
 
     def update(self):
         updates.append(1)
@@ -353,7 +354,7 @@ def dies(output: Path, images: Path, rank: int, how: str) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         original(self)
 
-    engine.Trainer._update = update
+    trainer.Trainer._update = update
     exits(output, images)
 
 

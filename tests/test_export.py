@@ -26,7 +26,7 @@ from flatten_zoo.export import (
     load_onnx,
     load_program,
 )
-from flatten_zoo.training.digits import write_digits
+from flatten_zoo.samples.digits import write_digits
 from flatten_zoo.training.train import main as train
 from flatten_zoo.weights import zoo_models
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from flatten_zoo import NonLocalAttention
-from flatten_zoo.complexity import peak_memory
+from flatten_zoo.cost.counting import peak_memory
 
 
 @pytest.mark.parametrize('normalization', ['softmax', 'scaling'])

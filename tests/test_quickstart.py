@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flatten_zoo.training.digits import write_digits
-from flatten_zoo.training.options import train_parser
+from flatten_zoo.samples.digits import write_digits
+from flatten_zoo.training.options.arguments import train_parser
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / 'configs' / 'quickstart.yaml'

@@ -18,13 +18,13 @@ from torch.utils.data import Dataset
 from torchvision.transforms import InterpolationMode
 
 from flatten_zoo.errors import UsageError
-from flatten_zoo.training.checkpoints import load_weights
-from flatten_zoo.training.data import input_config, mixup_arguments, training_loader
-from flatten_zoo.training.models import build_training_model
-from flatten_zoo.training.numerics import Numerics
-from flatten_zoo.training.options import check_train_options, train_parser
-from flatten_zoo.training.recipe import build_optimizer, build_scheduler, build_task, updates_per_epoch
-from flatten_zoo.weights.convert import family_of
+from flatten_zoo.training.data.loaders import input_config, mixup_arguments, training_loader
+from flatten_zoo.training.loop.model import build_training_model
+from flatten_zoo.training.loop.optimization import build_optimizer, build_scheduler, build_task, updates_per_epoch
+from flatten_zoo.training.loop.precision import Numerics
+from flatten_zoo.training.options.arguments import check_train_options, train_parser
+from flatten_zoo.training.output.checkpoints import load_weights
+from flatten_zoo.weights.official_names import family_of
 
 CONFIGS = Path(__file__).parents[1] / 'configs'
 REFERENCE = Path(__file__).parent / 'reference'

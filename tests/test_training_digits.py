@@ -9,7 +9,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from flatten_zoo.errors import UsageError
-from flatten_zoo.training.digits import main, write_digits
+from flatten_zoo.samples.digits import main, write_digits
 
 
 @pytest.fixture(scope='module')

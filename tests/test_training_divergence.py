@@ -8,9 +8,9 @@ import torch
 from timm.task import ClassificationTask
 
 from flatten_zoo.errors import report_usage_errors
-from flatten_zoo.training.divergence import Divergence, EpochLoss, check_weights, remedies
-from flatten_zoo.training.engine import Trainer
-from flatten_zoo.training.options import train_parser
+from flatten_zoo.training.loop.divergence import Divergence, EpochLoss, check_weights, remedies
+from flatten_zoo.training.loop.trainer import Trainer
+from flatten_zoo.training.options.arguments import train_parser
 from flatten_zoo.training.train import main, prepare
 
 from .tiny_images import write_images
@@ -140,7 +140,8 @@ def test_termination_does_not_save_what_is_broken(tmp_path, images, monkeypatch,
 def test_gradient_that_overflows_is_no_failure(tmp_path, images, monkeypatch):
     """float16's loss scaling begins too high on purpose, and skips updates until it fits."""
     monkeypatch.setattr(
-        'flatten_zoo.training.numerics.Numerics.scaler', lambda self: torch.amp.GradScaler('cpu', init_scale=2.0 ** 60))
+        'flatten_zoo.training.loop.precision.Numerics.scaler',
+        lambda self: torch.amp.GradScaler('cpu', init_scale=2.0 ** 60))
     assert train(tmp_path, images, '--amp', '--epochs', 2) == 0
     assert torch.load(tmp_path / 'run' / 'last.pth.tar', weights_only=True)['amp_scaler']['scale'] < 2.0 ** 60
 

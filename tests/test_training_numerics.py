@@ -8,8 +8,13 @@ import torch
 from timm.models import create_model
 
 from flatten_zoo.errors import UsageError
-from flatten_zoo.training.numerics import Numerics
-from flatten_zoo.training.options import check_train_options, check_validate_options, train_parser, validate_parser
+from flatten_zoo.training.loop.precision import Numerics
+from flatten_zoo.training.options.arguments import (
+    check_train_options,
+    check_validate_options,
+    train_parser,
+    validate_parser,
+)
 from flatten_zoo.training.train import main, prepare
 from flatten_zoo.training.validate import main as validate
 

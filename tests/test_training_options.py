@@ -10,8 +10,8 @@ import torch
 
 from flatten_zoo.errors import UsageError, report_usage_errors
 from flatten_zoo.training import train, validate
-from flatten_zoo.training.config import Flag, Number, write_options_file
-from flatten_zoo.training.options import REFUSED, check_train_options, train_parser, validate_parser
+from flatten_zoo.training.options.arguments import REFUSED, check_train_options, train_parser, validate_parser
+from flatten_zoo.training.options.parser import Flag, Number, write_options_file
 
 from .tiny_images import write_images
 

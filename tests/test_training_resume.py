@@ -17,10 +17,12 @@ import torch
 import yaml
 
 from flatten_zoo.errors import report_usage_errors
-from flatten_zoo.training import checkpoints, engine, interrupts
 from flatten_zoo.training import train as training
-from flatten_zoo.training.checkpoints import last_checkpoint
-from flatten_zoo.training.options import train_parser
+from flatten_zoo.training.loop import trainer
+from flatten_zoo.training.options.arguments import train_parser
+from flatten_zoo.training.output import checkpoints
+from flatten_zoo.training.output.checkpoints import last_checkpoint
+from flatten_zoo.training.processes import interrupts
 from flatten_zoo.training.randomness import random_state, set_random_state
 from flatten_zoo.training.train import main
 
@@ -44,14 +46,14 @@ def train(output, images, *argv) -> int:
 
 def interrupt(monkeypatch, epoch: int) -> None:
     """Let the next run end before that epoch."""
-    original = engine.Trainer.train_epoch
+    original = trainer.Trainer.train_epoch
 
     def train_epoch(self, current, *args):
         if current == epoch:
             raise KeyboardInterrupt
         return original(self, current, *args)
 
-    monkeypatch.setattr(engine.Trainer, 'train_epoch', train_epoch)
+    monkeypatch.setattr(trainer.Trainer, 'train_epoch', train_epoch)
 
 
 def terminate_at(monkeypatch, owner, name: str, call: int) -> None:
@@ -158,7 +160,7 @@ def test_changed_batches_updates_and_epochs(tmp_path, images, monkeypatch, caplo
     elif data == 'parquet':
         write_parquet(tmp_path / 'parquet', images)
         images, stream = tmp_path / 'cache', ['--dataset', f'hfids/{tmp_path}/parquet', '--train-num-samples', 24]
-    batches, backward = [], engine.Trainer._backward
+    batches, backward = [], trainer.Trainer._backward
 
     def recorded(self, images, *args):
         batches.append((len(images), self.learning_rate(), self.updates))
@@ -171,7 +173,7 @@ def test_changed_batches_updates_and_epochs(tmp_path, images, monkeypatch, caplo
         assert train(tmp_path, images, *fixed, *options.split()) == status
         return list(batches)
 
-    monkeypatch.setattr(engine.Trainer, '_backward', recorded)
+    monkeypatch.setattr(trainer.Trainer, '_backward', recorded)
     whole = run(f'{after} --experiment whole')
     epochs = 4 if after == '--epochs 4' else 3
     length = len(whole) // epochs
@@ -182,7 +184,7 @@ def test_changed_batches_updates_and_epochs(tmp_path, images, monkeypatch, caplo
     assert run(f'{after} --resume auto') == whole[2 * length:]
 
     with monkeypatch.context() as patch:
-        terminate_at(patch, engine.Trainer, '_update', 2)
+        terminate_at(patch, trainer.Trainer, '_update', 2)
         done = len(run(f'{before} --experiment within', 143))
     first = 0 if anew else done
     caplog.clear()
@@ -226,8 +228,8 @@ def test_interruption_while_saving_changes_nothing(tmp_path, images, monkeypatch
 
 
 @pytest.mark.parametrize('owner, name, call', [
-    (engine.Trainer, '_update', 6),  # the second of epoch 1
-    (engine.ClassificationEvaluator, 'update', 8),  # the second of the validation of epoch 1
+    (trainer.Trainer, '_update', 6),  # the second of epoch 1
+    (trainer.ClassificationEvaluator, 'update', 8),  # the second of the validation of epoch 1
 ])
 def test_termination_saves_what_the_epoch_has_come_to(tmp_path, images, monkeypatch, owner, name, call):
     options = ('--no-prefetcher', '--drop', 0.2, '--model-ema', '--sched-on-updates')
@@ -241,8 +243,8 @@ def test_termination_saves_what_the_epoch_has_come_to(tmp_path, images, monkeypa
     assert torch.load(last_checkpoint(folder), weights_only=True)['run']['position']['batches'] == done
     updates = []
     with monkeypatch.context() as patch:
-        original = engine.Trainer._update
-        patch.setattr(engine.Trainer, '_update', lambda self: (updates.append(1), original(self)))
+        original = trainer.Trainer._update
+        patch.setattr(trainer.Trainer, '_update', lambda self: (updates.append(1), original(self)))
         assert train(tmp_path / 'parts', images, *options, '--resume', 'auto') == 0
     assert len(updates) == 16 - 4 - done
     assert_same_end(tmp_path / 'whole' / 'run', folder)
@@ -268,9 +270,9 @@ def test_terminated_command_can_be_continued(tmp_path, images):
 
 
 def test_end_of_torchrun_ends_its_processes(tmp_path, images, monkeypatch):
-    update = engine.Trainer._update
+    update = trainer.Trainer._update
     monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'none')
-    monkeypatch.setattr(engine.Trainer, '_update', lambda self: (
+    monkeypatch.setattr(trainer.Trainer, '_update', lambda self: (
         update(self), monkeypatch.setattr(interrupts, '_parent', 0)))
     assert train(tmp_path, images) == 143
     assert last_checkpoint(tmp_path / 'run').name == 'recovery-0-1.pth.tar'
@@ -341,9 +343,9 @@ def test_unreadable_image_costs_no_earlier_checkpoint(tmp_path, capsys):
             image.write_bytes(content[:100])
         return original(self, epoch, *args)
 
-    original = engine.Trainer.train_epoch
+    original = trainer.Trainer.train_epoch
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.Trainer, 'train_epoch', damage)
+        patch.setattr(trainer.Trainer, 'train_epoch', damage)
         capsys.readouterr()
         assert report_usage_errors(lambda: train(tmp_path / 'parts', data, *options)) == 2
     assert f"error: cannot read the image '{image}'; remove or replace it\n" in capsys.readouterr().err

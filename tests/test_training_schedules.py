@@ -4,8 +4,8 @@ import math
 import pytest
 import torch
 
-from flatten_zoo.training.options import train_parser
-from flatten_zoo.training.recipe import build_scheduler
+from flatten_zoo.training.loop.optimization import build_scheduler
+from flatten_zoo.training.options.arguments import train_parser
 
 T = 6
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flatten_zoo.errors import UsageError
-from flatten_zoo.training.options import check_train_options, train_parser
+from flatten_zoo.training.options.arguments import check_train_options, train_parser
 from flatten_zoo.training.train import main, prepare
 
 from .tiny_images import write_images

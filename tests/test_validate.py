@@ -17,8 +17,8 @@ from timm.models import create_model
 from flatten_zoo.errors import UsageError, report_usage_errors
 from flatten_zoo.models import RELEASES, Release
 from flatten_zoo.training import validate as validation
-from flatten_zoo.training.imagenet import averaged_metrics
-from flatten_zoo.training.models import build_model, shared_by_gpus
+from flatten_zoo.training.data.imagenet_labels import averaged_metrics
+from flatten_zoo.training.loop.model import build_model, shared_by_gpus
 from flatten_zoo.training.train import main as train
 from flatten_zoo.training.validate import main, parse
 

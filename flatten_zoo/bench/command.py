@@ -8,7 +8,7 @@ from ..errors import UsageError
 from ..export import check_onnx_packages
 from ..models.build import check_model_name
 from ..tables import as_text
-from ..training.models import resolve_device
+from ..training.loop.model import resolve_device
 from .measuring import bench, family_models
 from .modes import ONNX_MODES, TRAINING_MODES
 from .picture import check_accuracies, plot

@@ -8,7 +8,7 @@ import torch
 from timm.models import model_entrypoint, split_model_name_tag
 from tqdm import tqdm
 
-from ..comparison import default_size
+from ..cost.comparison import default_size
 from ..errors import UsageError, first_line, unknown_name
 from ..weights.catalogue import zoo_models
 from .alternating import in_turn, timed

@@ -9,8 +9,8 @@ from timm.optim import create_optimizer_v2
 from timm.utils import reparameterize_model
 from torch import nn
 
-from ..comparison import build_at, count_affordable
-from ..complexity import peak_memory, training_peak_memory
+from ..cost.comparison import build_at, count_affordable
+from ..cost.counting import peak_memory, training_peak_memory
 from ..export import INT8_OPSET, OPSET, load_onnx, output_names, save_onnx, trace
 from ..quantize import quantize
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 from timm.models import split_model_name_tag
 
-from ..comparison import default_size
+from ..cost.comparison import default_size
 from ..errors import UsageError
 from ..figures import check_picture_path, save_figure
 from ..models import RELEASES

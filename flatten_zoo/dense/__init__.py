@@ -1,12 +1,12 @@
 """Detection and segmentation with the zoo's backbones, and data to try them on."""
+from ..cost.dense import rcnn_cost
+from ..samples.shapes import write_shapes
 from .coco import CocoInstances, CocoSemantic, coco_split, semantic_labels
-from .cost import rcnn_cost
 from .evaluation import CocoScores
 from .isa_net import ISANet, isa_net
 from .pyramid import LEVELS, PyramidBackbone, freeze_norms, freeze_stages
 from .rcnn import faster_rcnn, mask_rcnn
 from .segmentation import SegmentationScores, segmentation_losses
-from .shapes import write_shapes
 from .smp import pyramid_encoder
 
 __all__ = [

@@ -18,7 +18,7 @@ from torchvision.transforms.v2 import functional as F
 
 from ..errors import UsageError, first_line
 from ..images import IMAGE_ERRORS, open_image
-from .extras import dense_extra
+from .optional_packages import dense_extra
 
 __all__ = ['CocoInstances', 'CocoSemantic', 'coco_index', 'coco_split', 'semantic_labels']
 

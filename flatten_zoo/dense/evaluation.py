@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from .coco import CocoInstances, coco_index
-from .extras import dense_extra
+from .optional_packages import dense_extra
 
 __all__ = ['CocoScores']
 

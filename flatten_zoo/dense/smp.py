@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ..errors import UsageError
-from .extras import dense_extra
+from .optional_packages import dense_extra
 from .pyramid import PyramidBackbone, build_body
 
 __all__ = ['PyramidEncoder', 'pyramid_encoder']

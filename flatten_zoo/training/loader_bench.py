@@ -14,16 +14,16 @@ from timm.utils import random_seed
 
 from flatten_zoo.errors import UsageError
 
-from .data import input_config, mixup_arguments, open_splits, training_loader
-from .distributed import as_one, check_alone
-from .engine import Trainer
-from .interrupts import interrupts_between_batches
-from .logs import setup_logging
-from .models import build_training_model, resolve_device
-from .numerics import Numerics
-from .options import check_train_options, train_parser
-from .progress import Progress
-from .recipe import build_optimizer, build_task
+from .data.loaders import input_config, mixup_arguments, open_splits, training_loader
+from .loop.model import build_training_model, resolve_device
+from .loop.optimization import build_optimizer, build_task
+from .loop.precision import Numerics
+from .loop.trainer import Trainer
+from .options.arguments import check_train_options, train_parser
+from .output.logs import setup_logging
+from .output.progress import Progress
+from .processes.distributed import as_one, check_alone
+from .processes.interrupts import interrupts_between_batches
 
 __all__ = ['bench', 'main']
 

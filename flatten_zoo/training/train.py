@@ -21,10 +21,27 @@ from tqdm import tqdm
 
 from flatten_zoo.errors import UsageError
 
-from .checkpoints import BEST, LAST, Checkpoints, last_checkpoint, load_weights, read_saved, remove_unfinished
-from .config import write_options_file
-from .data import class_names, evaluation_loader, input_config, mixup_arguments, open_splits, training_loader
-from .distributed import (
+from .continuing import find_resumed, first_epoch, resume
+from .data.loaders import class_names, evaluation_loader, input_config, mixup_arguments, open_splits, training_loader
+from .loop.divergence import Divergence, remedies
+from .loop.model import build_training_model, check_batch_norm, check_fits, import_device_modules, resolve_device
+from .loop.optimization import build_optimizer, build_scheduler, build_task, updates_per_epoch
+from .loop.precision import Numerics
+from .loop.trainer import Trainer, evaluate
+from .options.arguments import check_files, check_train_options, recorded_options, train_parser
+from .options.parser import write_options_file
+from .output.checkpoints import BEST, LAST, Checkpoints, last_checkpoint, load_weights, read_saved, remove_unfinished
+from .output.logs import log, setup_logging
+from .output.summary import (
+    draw_curves,
+    figures_text,
+    log_last_row,
+    next_command,
+    start_tensorboard,
+    start_wandb,
+    trim_summary,
+)
+from .processes.distributed import (
     as_one,
     first_of_machine_ahead,
     from_first,
@@ -35,17 +52,8 @@ from .distributed import (
     wait_for_all,
     world_size,
 )
-from .divergence import Divergence, remedies
-from .engine import Trainer, evaluate
-from .interrupts import Terminated, exit_status, interrupts_between_batches, raise_if_interrupted
-from .logs import log, setup_logging
-from .models import build_training_model, check_batch_norm, check_fits, import_device_modules, resolve_device
-from .numerics import Numerics
-from .options import check_files, check_train_options, recorded_options, train_parser
-from .recipe import build_optimizer, build_scheduler, build_task, updates_per_epoch
-from .report import draw_curves, figures_text, log_last_row, next_command, start_tensorboard, start_wandb, trim_summary
-from .resume import find_resumed, first_epoch, resume
-from .sync_bn import synchronize_batch_norm
+from .processes.interrupts import Terminated, exit_status, interrupts_between_batches, raise_if_interrupted
+from .processes.sync_batch_norm import synchronize_batch_norm
 
 try:
     import fcntl

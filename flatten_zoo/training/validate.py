@@ -19,18 +19,18 @@ from flatten_zoo.files import write_beside
 from flatten_zoo.models import RELEASES
 from flatten_zoo.models._released import TAG
 
-from .checkpoints import load_weights, run_checkpoint
-from .config import OptionParser
-from .data import check_classes, evaluation_loader, input_config, open_dataset
-from .distributed import as_one, check_alone
-from .engine import evaluate
-from .imagenet import LabelledEvaluator, read_real_labels, read_valid_labels
-from .interrupts import exit_status, interrupts_between_batches
-from .logs import log, setup_logging
-from .models import build_model, check_fits, resolve_device, shared_by_gpus
-from .numerics import Numerics
-from .options import check_validate_options, recorded_options, train_parser, validate_parser
-from .report import figures_text
+from .data.imagenet_labels import LabelledEvaluator, read_real_labels, read_valid_labels
+from .data.loaders import check_classes, evaluation_loader, input_config, open_dataset
+from .loop.model import build_model, check_fits, resolve_device, shared_by_gpus
+from .loop.precision import Numerics
+from .loop.trainer import evaluate
+from .options.arguments import check_validate_options, recorded_options, train_parser, validate_parser
+from .options.parser import OptionParser
+from .output.checkpoints import load_weights, run_checkpoint
+from .output.logs import log, setup_logging
+from .output.summary import figures_text
+from .processes.distributed import as_one, check_alone
+from .processes.interrupts import exit_status, interrupts_between_batches
 
 __all__ = ['main']
 

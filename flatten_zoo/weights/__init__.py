@@ -3,10 +3,10 @@ from ..models import RELEASES, use_hub
 from ..models._released import fetch_official_weights_with
 from .catalogue import describe, list_table, zoo_models
 from .checkpoint import read_checkpoint, select_state_dict
-from .convert import from_official, to_official
-from .export import load_model, save_model, write_weights
 from .official import official_weights
+from .official_names import from_official, to_official
 from .publish import dry_run, hub_folder, push
+from .save import load_model, save_model, write_weights
 
 __all__ = [
     'RELEASES', 'describe', 'dry_run', 'from_official', 'hub_folder', 'list_table', 'load_model', 'official_weights',

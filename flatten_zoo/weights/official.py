@@ -12,8 +12,8 @@ from torch import nn
 from ..errors import UsageError
 from ..files import write_beside
 from .checkpoint import read_checkpoint, select_state_dict, write_safetensors
-from .convert import from_official
 from .download import download
+from .official_names import from_official
 
 __all__ = ['cached_files', 'official_weights']
 

@@ -12,7 +12,7 @@ from huggingface_hub.utils import validate_repo_id
 from ..errors import UsageError, first_line
 from ..models.recorded import check_config
 from .card import REPOSITORY
-from .export import HUB_FILES, check_finite, load_model, save_model
+from .save import HUB_FILES, check_finite, load_model, save_model
 
 __all__ = ['dry_run', 'hub_folder', 'push']
 

@@ -2,9 +2,9 @@
 import math
 from collections.abc import Callable
 
-from .complexity import Cost, closed_form
-from .layers import EfficientAttention, NonLocalAttention
-from .tables import Table
+from ..layers import EfficientAttention, NonLocalAttention
+from ..tables import Table
+from .operators import Cost, closed_form
 
 __all__ = ['PAPER_TABLES', 'three_digits']
 
@@ -73,7 +73,7 @@ def _stereo() -> Table:
 
 def _ea_mask_rcnn() -> Table:
     """What attention adds to a Mask R-CNN with a ResNet-50 at 896 × 1280, and what the paper says that it adds."""
-    from .dense import mask_rcnn, rcnn_cost  # torchvision's detection networks, which no other table needs
+    from ..dense import mask_rcnn, rcnn_cost  # torchvision's detection networks, which no other table needs
     arrangements = {  # backbone, attention and levels; increase of parameters and computation in the paper
         'none': ('resnet50', None, (), ('', '')),
         'res3-4': ('ea_resnet50', None, (), ('', '')),

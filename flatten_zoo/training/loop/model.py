@@ -14,8 +14,8 @@ from flatten_zoo.errors import UsageError, first_line
 from flatten_zoo.models.build import check_model_name
 from flatten_zoo.models.recorded import check_size
 
-from .config import as_given
-from .logs import log
+from ..options.parser import as_given
+from ..output.logs import log
 
 __all__ = [
     'build_model', 'build_training_model', 'check_batch_norm', 'check_fits', 'import_device_modules', 'resolve_device',

@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader, Dataset
 from flatten_zoo.errors import UsageError, first_line
 from flatten_zoo.images import IMAGE_ERRORS, eight_bits
 
+from ..loop.precision import Numerics
+from ..processes.distributed import world_size
 from .augmentation import allow_strongest_posterize
-from .distributed import world_size
 from .folders import open_folder
-from .numerics import Numerics
-from .sources import CheckedStream, LoadingError, check_columns, check_source, default_key
-from .views import Views
+from .streams import CheckedStream, LoadingError, check_columns, check_source, default_key
+from .test_time_views import Views
 
 __all__ = [
     'check_classes', 'check_same_classes', 'class_names', 'evaluation_loader', 'input_config', 'mixup_arguments',

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from flatten_zoo.errors import UsageError, first_line
 from flatten_zoo.weights import select_state_dict
 
-from .checkpoints import last_checkpoint
-from .logs import log
+from .output.checkpoints import last_checkpoint
+from .output.logs import log
 
 if TYPE_CHECKING:
     from .train import Run

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from ..dense.optional_packages import dense_extra
 from ..errors import UsageError
 from ..files import write_beside
-from .extras import dense_extra
 
 __all__ = ['SHAPES', 'write_shapes']
 

@@ -8,12 +8,13 @@ from matplotlib.figure import Figure
 from torch import nn
 from tqdm import tqdm
 
-from .complexity import Cost, Measurement, available_memory, closed_form, count, peak_memory, training_peak_memory
-from .errors import UsageError, first_line
-from .figures import check_picture_path, save_figure
-from .models.attention_resnet import OPERATORS
-from .models.build import build_model, check_model_name
-from .tables import Table
+from ..errors import UsageError, first_line
+from ..figures import check_picture_path, save_figure
+from ..models.attention_resnet import OPERATORS
+from ..models.build import build_model, check_model_name
+from ..tables import Table
+from .counting import Measurement, available_memory, count, peak_memory, training_peak_memory
+from .operators import Cost, closed_form
 
 __all__ = [
     'MEMORY_NOTE', 'OPERATORS', 'Comparison', 'build_at', 'compare', 'compare_all', 'compare_stages',

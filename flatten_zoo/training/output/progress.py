@@ -6,8 +6,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from .distributed import is_first, world_size
-from .interrupts import until_interrupted
+from ..processes.distributed import is_first, world_size
+from ..processes.interrupts import until_interrupted
 from .logs import log
 
 __all__ = ['Progress']

@@ -60,7 +60,7 @@ def write_digits(folder: str | Path) -> bool:
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the digits where the command line says."""
     parser = argparse.ArgumentParser(
-        prog='python -m flatten_zoo.training.digits', description='Write the handwritten digits as an image folder.')
+        prog='python -m flatten_zoo.samples.digits', description='Write the handwritten digits as an image folder.')
     parser.add_argument('folder', nargs='?', default='data/digits', help='folder to make (default: %(default)s)')
     folder = parser.parse_args(argv).folder
     done = 'written to' if write_digits(folder) else 'already in'

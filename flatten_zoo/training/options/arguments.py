@@ -12,10 +12,10 @@ from timm.utils.distributed import is_distributed_env
 from flatten_zoo.errors import UsageError, unknown_name
 from flatten_zoo.models.recorded import check_arguments, check_model, check_settings, shown
 
-from .augmentation import check_policy
-from .config import KeyValues, Number, OptionParser, flag, read_options_file
-from .numerics import check_compilation
-from .views import MOST_VIEWS
+from ..data.augmentation import check_policy
+from ..data.test_time_views import MOST_VIEWS
+from ..loop.precision import check_compilation
+from .parser import KeyValues, Number, OptionParser, flag, read_options_file
 
 __all__ = [
     'REFUSED', 'check_files', 'check_train_options', 'check_validate_options', 'recorded_options', 'train_parser',

@@ -12,9 +12,9 @@ from torch import nn
 
 from flatten_zoo.errors import UsageError, first_line
 
-from .config import as_given
-from .data import mixup_arguments
-from .distributed import lay_out_gradients, world_size
+from ..data.loaders import mixup_arguments
+from ..options.parser import as_given
+from ..processes.distributed import lay_out_gradients, world_size
 
 __all__ = ['build_optimizer', 'build_scheduler', 'build_task', 'updates_per_epoch']
 

@@ -14,9 +14,9 @@ from torch import nn
 from flatten_zoo.errors import UsageError, first_line
 from flatten_zoo.files import remove_temporaries
 from flatten_zoo.weights import read_checkpoint, select_state_dict
-from flatten_zoo.weights.convert import family_of
+from flatten_zoo.weights.official_names import family_of
 
-from .distributed import is_first
+from ..processes.distributed import is_first
 
 __all__ = ['Checkpoints', 'last_checkpoint', 'load_weights', 'read_saved', 'remove_unfinished', 'run_checkpoint']
 

@@ -19,7 +19,7 @@ from ..models.recorded import check_arguments, check_model, check_settings, chec
 from .card import model_card
 from .catalogue import zoo_models
 from .checkpoint import read_checkpoint, select_state_dict, write_safetensors
-from .convert import family_of, from_official, is_official, to_official
+from .official_names import family_of, from_official, is_official, to_official
 
 __all__ = ['HUB_FILES', 'check_finite', 'load_model', 'save_model', 'write_weights']
 

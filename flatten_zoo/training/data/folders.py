@@ -17,7 +17,7 @@ from torchvision.datasets import ImageFolder
 from flatten_zoo.errors import UsageError
 from flatten_zoo.images import image_suffixes, open_image
 
-from .logs import log
+from ..output.logs import log
 
 __all__ = ['open_folder']
 

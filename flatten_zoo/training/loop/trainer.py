@@ -19,13 +19,13 @@ from torch.utils.data import IterableDataset
 
 from flatten_zoo.errors import UsageError
 
-from .distributed import distribute_batch_norm, gathered, is_first, rank, total, world_size
+from ..output.logs import log
+from ..output.progress import Progress
+from ..processes.distributed import distribute_batch_norm, gathered, is_first, rank, total, world_size
+from ..randomness import random_state, set_random_state
 from .divergence import EpochLoss, check_weights
-from .logs import log
-from .numerics import Numerics
-from .progress import Progress
-from .randomness import random_state, set_random_state
-from .recipe import updates_per_epoch
+from .optimization import updates_per_epoch
+from .precision import Numerics
 
 __all__ = ['Trainer', 'evaluate']
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torchvision.models.detection import FasterRCNN
 
-from ..complexity import Measurement, count
+from .counting import Measurement, count
 
 __all__ = ['rcnn_cost']
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ..output.logs import log
 from .distributed import highest
-from .logs import log
 
 __all__ = ['Terminated', 'exit_status', 'interrupts_between_batches', 'raise_if_interrupted', 'until_interrupted']
 

@@ -1,0 +1,1 @@
+"""What learns: model, optimizer, precision, and the loop over batches."""
