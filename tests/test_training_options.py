@@ -10,7 +10,8 @@ import torch
 
 from flatten_zoo.errors import UsageError, report_usage_errors
 from flatten_zoo.training import train, validate
-from flatten_zoo.training.options.arguments import REFUSED, check_train_options, train_parser, validate_parser
+from flatten_zoo.training.options.checks import check_train_options
+from flatten_zoo.training.options.definitions import REFUSED, train_parser, validate_parser
 from flatten_zoo.training.options.parser import Flag, Number, write_options_file
 
 from .tiny_images import write_images
@@ -288,5 +289,5 @@ def test_wrong_values_are_refused_by_name(script, action, base, tmp_path, monkey
 def test_written_options_are_read_back(tmp_path):
     argv = ['--lr', '1e-5', '--scale', '0.5', '1', '--model-kwargs', 'img_size=32', '--model-ema']
     args = train_parser().parse_with_config(argv)
-    write_options_file(tmp_path / 'args.yaml', args)
+    write_options_file(tmp_path / 'args.yaml', vars(args))
     assert train_parser().parse_with_config(['-c', str(tmp_path / 'args.yaml')]) == args

@@ -1,28 +1,117 @@
-"""What a run leaves for people: a table, a picture of the curves, and closing words."""
+"""What a run says and leaves for people: messages, progress, a table, a picture of the curves, and closing words."""
 import argparse
 import csv
+import logging
 import shlex
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from timm.utils.distributed import world_info_from_env
+from tqdm import tqdm
 
 from flatten_zoo.errors import UsageError, first_line
 from flatten_zoo.files import write_beside
+
+from .processes import is_first, until_interrupted, world_size
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 __all__ = [
-    'draw_curves', 'figures_text', 'log_last_row', 'next_command', 'start_tensorboard', 'start_wandb', 'trim_summary']
+    'Progress', 'draw_curves', 'figures_text', 'log', 'log_last_row', 'next_command', 'setup_logging',
+    'start_tensorboard', 'start_wandb', 'trim_summary',
+]
 
 matplotlib.use('Agg')
 
+log = logging.getLogger('flatten_zoo')
 
-def start_wandb(args: argparse.Namespace, name: str) -> None:
+
+def setup_logging() -> None:
+    """Show the zoo's messages as they are, those of the first process only, and of the libraries' only warnings."""
+    logging.basicConfig(format='%(message)s', level=logging.WARNING)
+    logging.getLogger('timm.data.dataset').setLevel(logging.ERROR)  # an image it would skip is an error here
+    first = world_info_from_env()[1] == 0
+    log.setLevel(logging.INFO if first else logging.WARNING)
+
+
+class Progress:
+    """Iterates over batches and shows how far it is.
+
+    Args:
+        batches: What to iterate over; its length, if known, gives the time left.
+        label: What the loop does.
+        interval: Batches between two lines when standard error is not a terminal.
+        in_step: Whether all processes have the same number of batches and go through them together.
+    """
+
+    REFRESH = 0.5  # seconds between two figures on a bar
+
+    def __init__(self, batches: Iterable, label: str, interval: int, in_step: bool = True):
+        self.batches = batches
+        self.label = label
+        self.interval = interval
+        self.in_step = in_step
+        self.total = len(batches) or None
+        self.on_terminal = sys.stderr.isatty() and is_first()
+        self.done = 0
+        self.skipped = 0
+        self.images = 0
+        self.started = self.shown = time.monotonic()
+
+    def __iter__(self) -> Iterator[Any]:
+        with tqdm(
+                total=self.total, desc=self.label, unit='batch', leave=False, dynamic_ncols=True,
+                disable=not self.on_terminal,
+        ) as self.bar:
+            self.started = time.monotonic()
+            for batch in until_interrupted(self.batches, self.in_step):
+                yield batch
+                self.bar.update()
+
+    def skip(self) -> None:
+        """Pass over a batch that an earlier process has finished; it counts for the place, not for the speed."""
+        self.done += 1
+        self.skipped += 1
+        self.started = time.monotonic()
+
+    def advance(self, images: int) -> bool:
+        """Count a finished batch.
+
+        Returns:
+            Whether figures are wanted now: they cost a wait for the device, so they are not computed every time.
+        """
+        self.done += 1
+        self.images += images
+        if self.on_terminal:
+            return self.done == self.total or time.monotonic() - self.shown > self.REFRESH
+        return self.done % self.interval == 0
+
+    def show(self, **figures: str) -> None:
+        """Show figures, the speed and the time left."""
+        self.shown = time.monotonic()
+        elapsed = self.shown - self.started
+        figures['images/s'] = f'{self.rate:.0f}'
+        if self.on_terminal:
+            self.bar.set_postfix(figures)
+            return
+        if self.total:
+            figures['left'] = tqdm.format_interval(elapsed / (self.done - self.skipped) * (self.total - self.done))
+        text = '  '.join(f'{name} {value}' for name, value in figures.items())
+        log.info('%s  batch %d/%s  %s', self.label, self.done, self.total or '?', text)
+
+    @property
+    def rate(self) -> float:
+        """Images per second of all processes so far."""
+        return world_size() * self.images / max(time.monotonic() - self.started, 1e-9)
+
+
+def start_wandb(args: argparse.Namespace, record: dict[str, Any], name: str) -> None:
     """Begin a run on Weights & Biases, or continue the one that the options name.
 
     Raises:
@@ -34,7 +123,7 @@ def start_wandb(args: argparse.Namespace, name: str) -> None:
         raise UsageError("--log-wandb needs the package wandb: pip install 'flatten_zoo[wandb]'") from e
     try:
         wandb.init(
-            project=args.wandb_project, name=name, config=vars(args), tags=args.wandb_tags,
+            project=args.wandb_project, name=name, config=record, tags=args.wandb_tags,
             id=args.wandb_resume_id or None, resume='must' if args.wandb_resume_id else None)
     except Exception as e:
         raise UsageError(f'--log-wandb: {first_line(e)}') from e
