@@ -4,9 +4,9 @@ from collections.abc import Sequence
 import torch
 from timm.layers import get_device_dtype, trunc_normal_
 from timm.models import checkpoint_seq
-from timm.models._features import feature_take_indices
 from torch import nn
 
+from .._timm import feature_take_indices
 from ..layers.position_tensors import resample_positions
 from ._arguments import check_arguments
 from ._dilation import dilate

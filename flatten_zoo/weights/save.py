@@ -8,8 +8,7 @@ from pathlib import Path
 import timm
 import torch
 from timm.data import resolve_data_config
-from timm.models import resolve_model_input_args, split_model_name_tag
-from timm.models._hub import save_for_hf
+from timm.models import resolve_model_input_args, save_for_hf, split_model_name_tag
 from torch import nn
 
 from ..errors import UsageError, first_line
