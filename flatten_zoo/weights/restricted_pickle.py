@@ -4,6 +4,12 @@ It walks the opcodes itself, so that there is nothing which it could be made to 
 and no function called but those below. An object of an unknown class becomes an inert placeholder, which forgets what
 it is given; calling anything unknown, as `__reduce__` makes a pickle do, is refused. What it builds takes memory and
 time in proportion to the file: sizes that a file declares are held against what is there, and steps are counted.
+
+`torch.load(weights_only=True)` cannot do this, with every name that a file holds registered by `safe_globals` either:
+it reads no pickle protocol above 2, sets no items of a class derived from dict, as the official configurations are,
+compares no checksums, and a few bytes keep it busy for ever (the hash of nested tuples) or take all memory (a
+`bytearray`, copies of text). What `safe_globals` registers holds for all threads, and what the user had registered
+himself is forgotten when it ends.
 """
 import argparse
 import collections
