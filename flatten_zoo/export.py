@@ -17,11 +17,11 @@ from pathlib import Path
 import timm
 import torch
 from timm.data import resolve_model_data_config
-from timm.models._features import FeatureGetterNet
 from timm.utils import reparameterize_model
 from torch import nn
-from torch._decomp import get_decompositions
 
+from ._timm import FeatureGetterNet
+from ._torch import get_decompositions
 from .errors import UsageError, first_line
 from .files import write_beside
 from .images import two_sides

@@ -197,7 +197,7 @@ BAD = {
     'page': (b'<!DOCTYPE html><html>share expired</html>', 'web page'),
     'cut': (lambda content: content[:-1000], 'incomplete'),
     'bytes': (b'\0' * 1000, 'no checkpoint'),
-    'other': (lambda content: official_file(timm.create_model('flatten_pvt_v2_b1')), 'does not fit the model .*pvt_v2_b0'),
+    'other': (lambda content: official_file(timm.create_model('flatten_pvt_v2_b1')), 'does not fit .*pvt_v2_b0'),
     'shape': (lambda content: official_file(timm.create_model(NAME, num_classes=10)), r'head.weight \(10, 256\)'),
     'size': (lambda content: official_file(timm.create_model(NAME, img_size=256)), 'positional_encoding'),
     'code': (lambda content: official_file(timm.create_model(NAME), config=Evil()), 'calls'),

@@ -3,8 +3,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from timm.models import build_model_with_cfg, resolve_pretrained_cfg
-from timm.models._pretrained import PretrainedCfg
+from timm.models import PretrainedCfg, build_model_with_cfg, resolve_pretrained_cfg
 from torch import nn
 
 from ..errors import UsageError

@@ -16,9 +16,9 @@ import timm
 import torch
 from timm.data.transforms import str_to_interp_mode
 from timm.models import build_model_with_cfg, load_model_config_from_hf, parse_model_name, split_model_name_tag
-from timm.models._hub import load_model_config_from_path
 from torch import nn
 
+from .._timm import load_model_config_from_path
 from ..errors import UsageError, first_line
 
 __all__ = [

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import safetensors
 import timm
-from timm.models._hub import get_cache_dir
-from timm.models._pretrained import PretrainedCfg
+from timm.models import PretrainedCfg
 from torch import nn
 
+from .._timm import get_cache_dir
 from ..errors import UsageError
 from ..files import write_beside
 from .checkpoint import read_checkpoint, select_state_dict, write_safetensors

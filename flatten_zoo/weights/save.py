@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from timm.models._hub import save_for_hf
+from timm.models import save_for_hf
 from torch import nn
 
 from ..errors import UsageError
