@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, IterableDataset
 from tqdm import tqdm
 
 from flatten_zoo.errors import UsageError
+from flatten_zoo.weights.open import load_weights
 
 from .continuing import (
     BEST,
@@ -48,7 +49,6 @@ from .loop.trainer import Divergence, Trainer, evaluate, remedies
 from .options.checks import check_files, check_train_options, recorded_options
 from .options.definitions import train_parser
 from .options.parser import Options, write_options_file
-from .output.checkpoints import load_weights
 from .processes import (
     Terminated,
     as_one,

@@ -17,6 +17,7 @@ from flatten_zoo.errors import UsageError
 from flatten_zoo.files import write_beside
 from flatten_zoo.models import RELEASES
 from flatten_zoo.models._released import TAG
+from flatten_zoo.weights.open import load_weights
 
 from .continuing import run_checkpoint
 from .data.datasets import check_classes, open_dataset
@@ -28,7 +29,6 @@ from .loop.trainer import evaluate
 from .options.checks import check_validate_options, recorded_options
 from .options.definitions import train_parser, validate_parser
 from .options.parser import OptionParser, Options
-from .output.checkpoints import load_weights
 from .processes import as_one, check_alone, exit_status, interrupts_between_batches
 from .report import figures_text, log, setup_logging
 
