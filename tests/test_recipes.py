@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from timm.data import create_transform
+from timm.data import auto_augment, create_transform
 from timm.data.auto_augment import RandAugment
 from timm.data.transforms import RandomResizedCropAndInterpolation
 from timm.layers import DropPath, resample_abs_pos_embed_nhwc, resize_rel_pos_bias_table
@@ -15,7 +15,7 @@ from timm.models import create_model
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import Dataset
-from torchvision.transforms import InterpolationMode
+from torchvision.transforms import Compose, InterpolationMode
 
 from flatten_zoo.errors import UsageError
 from flatten_zoo.training.data.loaders import input_config, training_loader
@@ -217,15 +217,30 @@ def test_augmentation(recipes, name):
         'mode': 'batch', 'label_smoothing': 0.1, 'num_classes': 1000}
 
 
-def test_strongest_posterize_leaves_a_black_image(recipes):
-    recipe = recipes('flatten_pvt_t')
-    loader = training_loader(recipe.args, 1000, Images(), input_config(recipe.args, recipe.model), Numerics(CPU))
-    posterize = next(op for op in loader.dataset.transform.transforms[2].ops if op.name == 'PosterizeIncreasing')
-    posterize.prob, posterize.magnitude_std = 1, 0
+def operations(owner) -> list[auto_augment.AugmentOp]:
+    """timm's operations of augmentation in what holds them: a data set, transforms, policies."""
+    if isinstance(owner, auto_augment.AugmentOp):
+        return [owner]
+    if isinstance(owner, Dataset | Compose | RandAugment | auto_augment.AutoAugment | auto_augment.AugMixAugment):
+        owner = list(vars(owner).values())
+    return [op for item in owner for op in operations(item)] if isinstance(owner, list | tuple) else []
+
+
+@pytest.mark.parametrize('options', [
+    '--aa rand-m9-mstd0.5-inc1', '--aa rand-m9', '--aa original', '--aa v0', '--aa augmix-m5-w4-d2',
+    '--aa rand-m9-inc1 --aug-splits 2', '--aa rand-m9-inc1 --train-img-sizes 32 64'])
+def test_strongest_posterize_leaves_a_black_image(options):
+    table = dict(auto_augment.NAME_TO_OP)
+    args = train_parser().parse_args([*options.split(), '-j', '0', '--img-size', '32', '-b', '2'])
+    loader = training_loader(args, 10, Images(), input_config(args, create_model('test_resnet')), Numerics(CPU))
+    found = [op for op in operations(loader.dataset) if op.name.startswith('Posterize')]
+    assert found
     image = Image.new('RGB', (2, 2), (255, 128, 90))
-    for magnitude, colour in ((10, (0, 0, 0)), (9, (128, 128, 0)), (0, (240, 128, 80))):
-        posterize.magnitude = magnitude
-        assert posterize(image).getpixel((0, 0)) == colour
+    for op in found:
+        for bits, colour in ((0, (0, 0, 0)), (1, (128, 128, 0)), (4, (240, 128, 80))):
+            assert op.aug_fn(image, bits).getpixel((0, 0)) == colour
+    assert auto_augment.NAME_TO_OP == table
+    assert table['Posterize'] is auto_augment.posterize  # the loader has changed its own alone
 
 
 @pytest.mark.parametrize('name', TABLE)

@@ -1,4 +1,5 @@
 """Options: timm's names, types and defaults; YAML files checked against them; wrong values."""
+import copy
 import csv
 import math
 import shlex
@@ -12,7 +13,7 @@ from flatten_zoo.errors import UsageError, report_usage_errors
 from flatten_zoo.training import train, validate
 from flatten_zoo.training.options.checks import check_train_options
 from flatten_zoo.training.options.definitions import REFUSED, train_parser, validate_parser
-from flatten_zoo.training.options.parser import Flag, Number, write_options_file
+from flatten_zoo.training.options.parser import Flag, Number, Options, write_options_file
 
 from .tiny_images import write_images
 
@@ -268,6 +269,26 @@ def base(tmp_path_factory):
         'train': shlex.split(f'{common} --epochs 1 --output out --experiment run'),
         'validate': shlex.split(f'{common} --checkpoint {folder}/model.pth'),
     }
+
+
+@pytest.mark.parametrize('script', PARSERS)
+def test_options_stay_as_they_were_given(script, base, tmp_path):
+    program = {'train': train, 'validate': validate}[script]
+    args = program.parse([*base[script], *(['--output', str(tmp_path), '--sync-bn'] if script == 'train' else [])])
+    assert isinstance(args, Options)
+    given = copy.deepcopy(vars(args))
+    with pytest.raises(AttributeError, match='batch_size'):
+        args.batch_size = 1
+    with pytest.raises(AttributeError, match='batch_size'):
+        del args.batch_size
+    if script == 'train':
+        train.prepare(args).train()
+        written = train_parser().parse_with_config(['-c', str(tmp_path / 'run' / 'args.yaml')])
+        checkpoint = torch.load(tmp_path / 'run' / 'last.pth.tar', weights_only=True)
+        assert checkpoint['args'] == vars(written) == given | {'lr': 0.1 * 2 / 256, 'lr_base_scale': 'linear'}
+    else:
+        assert validate.validate(args)['images'] == 3
+    assert vars(args) == given
 
 
 @pytest.mark.parametrize('script, action', list(options_with_values()))
