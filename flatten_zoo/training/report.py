@@ -125,7 +125,7 @@ def start_wandb(args: argparse.Namespace, record: dict[str, Any], name: str) -> 
         wandb.init(
             project=args.wandb_project, name=name, config=record, tags=args.wandb_tags,
             id=args.wandb_resume_id or None, resume='must' if args.wandb_resume_id else None)
-    except Exception as e:
+    except (wandb.Error, OSError, ValueError) as e:
         raise UsageError(f'--log-wandb: {first_line(e)}') from e
 
 
@@ -147,7 +147,10 @@ def log_last_row(tensorboard: 'SummaryWriter', summary: Path) -> None:
 
 
 def trim_summary(summary: Path, epochs: int) -> None:
-    """Keep the whole rows of the first epochs of a `summary.csv`, as the others will be written again."""
+    """Keep the whole rows of the first epochs of a `summary.csv`, as the others will be written again.
+
+    timm's own writes the file in place, and keeps a row that a kill has cut off, such as '1' of epoch 12.
+    """
     if not summary.is_file():
         return
     with summary.open(newline='') as file:

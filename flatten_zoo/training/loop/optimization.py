@@ -153,7 +153,7 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module, lr: float) -> to
     """timm's optimizer of that name, with that learning rate."""
     try:
         optimizer = create_optimizer_v2(model, **optimizer_kwargs(cfg=args) | {'lr': lr}, **args.opt_kwargs)
-    except Exception as e:  # each of timm's and torch's optimizers checks its own arguments
+    except (AssertionError, ImportError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as e:
         given = as_given(args, 'opt', 'momentum', 'opt_eps', 'opt_betas', 'opt_kwargs')
         raise UsageError(f'cannot build the optimizer{given}: {first_line(e)}') from e
     if world_size() > 1 and getattr(optimizer, 'is_second_order', False):

@@ -204,7 +204,7 @@ def _check_policy(policy: str | None) -> None:
     name, *sections = policy.split('-')
     try:
         create_transform(32, is_training=True, auto_augment=policy)
-    except Exception as e:  # assertions, missing keys and numbers that are none
+    except (AssertionError, IndexError, KeyError, TypeError, ValueError) as e:
         raise UsageError(f"--aa '{policy}': no policy of timm's ({first_line(e)}); {_POLICIES}") from e
     for section in sections:
         if name == 'rand' and section.startswith('t'):  # a set of transforms
