@@ -31,7 +31,8 @@ def rows_of(path) -> tuple[list[str], list[dict]]:
     return comments, list(csv.DictReader(lines[len(comments):]))
 
 
-def test_table_csv_and_json_agree(tmp_path, capsys):
+def test_table_csv_and_json_agree(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr('os.getloadavg', lambda: (7.46, 1., 1.), raising=False)
     for path in (tmp_path / 'a.csv', tmp_path / 'a.json'):
         assert main([*TINY, '--batch-size', '1', '3', '--threads', '1', '--results', str(path)]) == 0
         printed = capsys.readouterr().out.splitlines()
@@ -46,6 +47,7 @@ def test_table_csv_and_json_agree(tmp_path, capsys):
             assert [f'# {key}: {value}' for key, value in found['machine'].items()] == about and not found['failures']
         assert {f'# torch: {version("torch")}', '# threads: 1', '# device: cpu', '# measured: inference'} <= set(about)
         assert any(line.startswith('# cpu: ') and len(line) > 7 for line in about)
+        assert '# load before: 7.5' in about
         assert [(row['model'], int(row['batch_size'])) for row in rows] == [
             ('test_vit', 1), ('test_resnet', 1), ('test_vit', 3), ('test_resnet', 3)]
         for row, cells, first in zip(rows, table, [rows[0], rows[0], rows[2], rows[2]], strict=True):
