@@ -12,7 +12,7 @@ __all__ = ['resample_positions']
 
 @torch.library.impl('aten::_upsample_bicubic2d_aa_backward', 'Meta')
 def _gradient_shape(grad, output_size, input_size, align_corners, scales_h=None, scales_w=None):
-    """What PyTorch 2.14 lacks to compile training at changing sizes: the gradient's shape from symbolic ones."""
+    """What PyTorch lacks to compile training at changing sizes: https://github.com/pytorch/pytorch/issues/197622."""
     return grad.new_empty(input_size)
 
 
