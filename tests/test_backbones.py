@@ -12,15 +12,13 @@ from flatten_zoo.cost.comparison import compare_stages
 from flatten_zoo.cost.counting import count
 from flatten_zoo.weights import zoo_models
 
-from .test_attention_resnet import seeded
-from .test_flatten_models import FIXED_SIZE, SMALL, create_small
+from .networks import FIXED_SIZE, RESNETS, SMALL, create_small, dynamic, seeded
 
 DENSE_SIZES = [(512, 512), (800, 1333), (1024, 2048), (257, 333)]
 ONE_OF_EACH = ('flatten_pvt_t', 'flatten_pvt_v2_b0', 'flatten_swin_t', 'flatten_cswin_t', 'flatten_deit_t',
                'ea_resnet50', 'issa_resnet50', 'nl_resnet50')
 every_model = pytest.mark.parametrize(
     'name', [name if name in ONE_OF_EACH else pytest.param(name, marks=pytest.mark.slow) for name in zoo_models()])
-RESNETS = ('ea_resnet50', 'issa_resnet50', 'nl_resnet50')
 
 
 def any_size(name):
@@ -31,7 +29,7 @@ def any_size(name):
 def small(name, **kwargs):
     if name in RESNETS:
         return seeded(name, zero_init_last=False, **kwargs)
-    return create_small(name, **({'dynamic_img_size': True} if name in FIXED_SIZE else {}), **kwargs)
+    return create_small(name, **dynamic(name), **kwargs)
 
 
 def check_maps(backbone, x):

@@ -6,7 +6,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from flatten_zoo.weights import zoo_models
 
-from .test_flatten_models import SMALL, dynamic
+from .networks import SMALL, dynamic
 
 RESNET = dict(layers=(1, 1, 1, 1), channels=(8, 16, 24, 32), zero_init_last=False)
 FAMILIES = SMALL | {'ea_resnet50': RESNET, 'nl_resnet50': RESNET,

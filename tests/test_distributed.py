@@ -26,7 +26,7 @@ from flatten_zoo.training.processes import distributed
 from flatten_zoo.training.train import main
 
 from .processes import in_processes, next_run
-from .test_training_resume import assert_same_end
+from .runs import assert_same_end
 from .tiny_images import write_images, write_parquet, write_shards, write_tars
 
 ROOT = Path(__file__).parents[1]

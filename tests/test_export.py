@@ -30,11 +30,8 @@ from flatten_zoo.samples.digits import write_digits
 from flatten_zoo.training.train import main as train
 from flatten_zoo.weights import zoo_models
 
-from .test_attention_resnet import seeded
-from .test_flatten_models import FIXED_SIZE, SMALL, create_small, dynamic
+from .networks import FIXED_SIZE, RESNETS, SHALLOW, SMALL, create_small, dynamic, seeded
 
-RESNETS = ('ea_resnet50', 'issa_resnet50', 'nl_resnet50')
-SHALLOW = dict.fromkeys(('flatten_pvt_t', 'flatten_pvt_v2_b0', 'flatten_cswin_t'), {'depths': (1, 1, 1, 1)})
 LOAD = {'onnx': load_onnx, 'pt2': load_program}
 UNSEEN = [(1, 33, 47), (2, 64, 64), (3, 70, 101)]  # batch, height, width
 

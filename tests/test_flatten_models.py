@@ -21,6 +21,7 @@ from flatten_zoo.models.flatten_cswin import StripeBranch
 from flatten_zoo.weights import to_official
 from flatten_zoo.weights.catalogue import PARAMETERS
 
+from .networks import FIXED_SIZE, SMALL, create_small, dynamic
 from .operators import Maps
 from .reference import load_reference
 
@@ -40,15 +41,6 @@ RELEASED = {
     'flatten_pvt_t', 'flatten_pvt_v2_b0', 'flatten_swin_t', 'flatten_swin_s', 'flatten_swin_b', 'flatten_swin_b_384',
     'flatten_cswin_t',
 }
-# one small network of each family
-SMALL = {
-    'flatten_pvt_t': dict(img_size=64, depths=(1, 1, 2, 1), embed_dims=(16, 32, 40, 64)),
-    'flatten_pvt_v2_b0': dict(img_size=64, depths=(1, 1, 2, 1), embed_dims=(16, 32, 40, 64)),
-    'flatten_swin_t': dict(img_size=64, depths=(1, 1, 2, 1), embed_dim=16, num_heads=(1, 2, 4, 8), window_size=2),
-    'flatten_cswin_t': dict(img_size=64, depths=(1, 1, 2, 1), embed_dim=16, num_heads=(2, 2, 4, 8), split_sizes=2),
-    'flatten_deit_t': dict(img_size=64, depth=5, embed_dim=48, num_heads=3),
-}
-FIXED_SIZE = {'flatten_swin_t', 'flatten_deit_t'}  # the others take any size as they are
 families = pytest.mark.parametrize('name', SMALL)
 official_families = pytest.mark.parametrize('name', [name for name in SMALL if 'deit' not in name])
 fixed_size_families = pytest.mark.parametrize('name', sorted(FIXED_SIZE))
@@ -61,10 +53,6 @@ def filter_for(name):
 def linear_by_default(name):
     """Of the small network's five blocks, how many have linear attention."""
     return 2 if 'swin' in name else 5
-
-
-def dynamic(name):
-    return {'dynamic_img_size': True} if name in FIXED_SIZE else {}
 
 
 def blocks_of(model):
@@ -83,17 +71,6 @@ def saved_tensors():
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
         yield saved
-
-
-def create_small(name, **kwargs):
-    """A small network with its zero-initialised parameters away from zero, as after training."""
-    torch.manual_seed(0)
-    model = timm.create_model(name, **{**SMALL[name], 'num_classes': 10, **kwargs}).eval()
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if key.endswith(('positional_encoding', 'scale')):
-                parameter.normal_(std=0.2)
-    return model
 
 
 @pytest.mark.parametrize('name', [

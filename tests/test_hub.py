@@ -16,9 +16,9 @@ from flatten_zoo import cli
 from flatten_zoo.errors import UsageError
 from flatten_zoo.weights import dry_run, load_model, push, save_model, use_hub
 
+from .networks import RESNETS, SHALLOW
+from .networks import SMALL as FAMILIES
 from .servers import hub_server
-from .test_export import RESNETS, SHALLOW
-from .test_flatten_models import SMALL as FAMILIES
 
 SMALL = dict(img_size=64, depths=(1, 1, 1, 1), embed_dims=(16, 16, 40, 64), num_classes=3)
 TINY_RESNET = dict(layers=(1, 1, 1, 1), channels=(8, 16, 24, 32), zero_init_last=False)

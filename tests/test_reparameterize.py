@@ -16,10 +16,8 @@ from flatten_zoo.errors import UsageError
 from flatten_zoo.layers import FocusedLinearCore
 from flatten_zoo.visualize.reading import attention_layers, read_attention
 
-from .test_attention_resnet import seeded
-from .test_flatten_models import FIXED_SIZE, SMALL, create_small, dynamic
+from .networks import FIXED_SIZE, RESNETS, SMALL, create_small, dynamic, seeded
 
-RESNETS = ('ea_resnet50', 'issa_resnet50', 'nl_resnet50')
 networks = pytest.mark.parametrize('name', [*SMALL, *RESNETS])
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 2e-2}
 

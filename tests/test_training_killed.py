@@ -25,7 +25,7 @@ from flatten_zoo.errors import report_usage_errors
 from flatten_zoo.training.output import checkpoints
 from flatten_zoo.training.train import claim, main
 
-from .test_training_resume import assert_same_end
+from .runs import assert_same_end, save_no_picture
 from .tiny_images import write_images
 
 TINY = shlex.split(
@@ -78,7 +78,7 @@ def live(argv: list[str], arrange_death: Callable | None, *args) -> None:
     """A run in a process of its own."""
     torch.set_num_threads(1)
     tqdm.set_lock(threading.RLock())  # not one that outlives the process
-    Figure.savefig = lambda self, path, **kwargs: Path(path).write_bytes(b'curves')  # most of a life, otherwise
+    Figure.savefig = save_no_picture
     if arrange_death:
         arrange_death(*args)
     sys.exit(report_usage_errors(lambda: main(argv)))

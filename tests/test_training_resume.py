@@ -26,9 +26,11 @@ from flatten_zoo.training.processes import interrupts
 from flatten_zoo.training.randomness import random_state, set_random_state
 from flatten_zoo.training.train import main
 
+from .runs import assert_same_end
 from .tiny_images import write_images, write_parquet, write_shards
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.usefixtures('no_pictures')
 TINY = shlex.split(
     '--model test_resnet --num-classes 3 --img-size 32 -b 6 -j 0 --epochs 4 --lr 0.02 --warmup-epochs 1 --device cpu '
     '--experiment run --checkpoint-hist 2')
@@ -67,39 +69,6 @@ def terminate_at(monkeypatch, owner, name: str, call: int) -> None:
         return original(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, function)
-
-
-def assert_same(ours, theirs, name='checkpoint'):
-    if isinstance(ours, torch.Tensor):
-        assert torch.equal(ours, theirs), name
-    elif isinstance(ours, dict):
-        assert list(ours) == list(theirs), name
-        for key in ours:
-            if (name, key) != ('checkpoint', 'args'):
-                assert_same(ours[key], theirs[key], f'{name}.{key}')
-    elif isinstance(ours, list | tuple):
-        assert len(ours) == len(theirs), name
-        for index, pair in enumerate(zip(ours, theirs, strict=True)):
-            assert_same(*pair, f'{name}.{index}')
-    else:
-        assert ours == theirs, name
-
-
-def assert_same_end(folder, other) -> None:
-    """Both runs left the same checkpoints, bit by bit, and the same table."""
-    names = {path.name for path in folder.iterdir()}
-    assert names == {path.name for path in other.iterdir()}
-    assert (folder / 'summary.csv').read_bytes() == (other / 'summary.csv').read_bytes()
-    for name in names:
-        if name.endswith('.pth.tar'):
-            assert_same(*(checkpoint_of(f / name) for f in (folder, other)))
-
-
-def checkpoint_of(path) -> dict:
-    checkpoint = torch.load(path, weights_only=True)
-    history = checkpoint['saver']['checkpoint_files']  # may name a file that the same save went on to remove
-    checkpoint['saver']['checkpoint_files'] = [entry for entry in history if (path.parent / entry[0]).exists()]
-    return checkpoint
 
 
 def refused(capsys, *argv) -> str:
