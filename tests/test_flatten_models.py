@@ -21,7 +21,7 @@ from flatten_zoo.models.flatten_cswin import StripeBranch
 from flatten_zoo.weights import to_official
 from flatten_zoo.weights.catalogue import PARAMETERS
 
-from .networks import FIXED_SIZE, SMALL, create_small, dynamic
+from .networks import FIXED_SIZE, SMALL, create_shallow, create_small, dynamic
 from .operators import Maps
 from .reference import load_reference
 
@@ -74,8 +74,8 @@ def saved_tensors():
 
 
 @pytest.mark.parametrize('name', [
-    'flatten_pvt_t', 'flatten_pvt_s', 'flatten_pvt_v2_b0', 'flatten_pvt_v2_b1', 'flatten_swin_t', 'flatten_swin_b_384',
-    'flatten_cswin_t',
+    'flatten_pvt_t', 'flatten_pvt_s', 'flatten_pvt_v2_b0', 'flatten_pvt_v2_b1', 'flatten_swin_t', 'flatten_cswin_t',
+    pytest.param('flatten_swin_b_384', marks=pytest.mark.slow),
 ])
 def test_official_outputs(name):
     reference = load_reference(name)
@@ -93,21 +93,22 @@ def test_official_outputs(name):
             assert (value - expected).abs().max() <= tolerance * expected.abs().max(), (key, dtype)
 
 
-@pytest.mark.parametrize('name', COSTS)
-def test_parameters_and_multiply_accumulates(name):
+@pytest.mark.parametrize('name', [
+    name if name in (*SMALL, 'flatten_swin_b_384') else pytest.param(name, marks=pytest.mark.slow) for name in COSTS])
+def test_multiply_accumulates(name):
     model = timm.create_model(name, device='meta').eval()
-    assert all(p.is_meta for p in model.parameters())
     with FlopCounterMode(display=False) as flops:
         model(torch.empty(1, *model.default_cfg['input_size'], device='meta'))
-    parameters, macs = COSTS[name]
-    count = sum(p.numel() for p in model.parameters())
-    assert round(count / 1e6, 2) == parameters and count == PARAMETERS[name]
-    assert flops.get_total_flops() / 2e9 == pytest.approx(macs, abs=0.015)
+    assert flops.get_total_flops() / 2e9 == pytest.approx(COSTS[name][1], abs=0.015)
 
 
 @pytest.mark.parametrize('name', COSTS)
-def test_evaluation_settings(name):
-    config = timm.data.resolve_data_config({}, model=timm.create_model(name, device='meta'))
+def test_parameters_and_evaluation_settings(name):
+    model = timm.create_model(name, device='meta')
+    assert all(p.is_meta for p in model.parameters())
+    count = sum(p.numel() for p in model.parameters())
+    assert round(count / 1e6, 2) == COSTS[name][0] and count == PARAMETERS[name]
+    config = timm.data.resolve_data_config({}, model=model)
     size = 384 if name.endswith('384') else 224
     assert config['input_size'] == (3, size, size)
     assert config['interpolation'] == 'bicubic' and config['crop_mode'] == 'squash'
@@ -401,9 +402,11 @@ def test_half_precision(name, dtype):
         assert (actual - y).norm() <= 8 * torch.finfo(dtype).eps * y.norm()
 
 
-@families
+@pytest.mark.parametrize('name', [  # the others are compiled and exported in test_compile.py and test_export.py too
+    pytest.param(name, marks=pytest.mark.slow) if name in ('flatten_pvt_t', 'flatten_deit_t') else name
+    for name in SMALL])
 def test_torch_transformations(name):
-    model = create_small(name)
+    model = create_shallow(name)
     x = torch.randn(2, 3, 64, 64)
     y = model(x)
     torch.testing.assert_close(torch.compile(model, fullgraph=True, backend='aot_eager')(x), y)

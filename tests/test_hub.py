@@ -16,12 +16,10 @@ from flatten_zoo import cli
 from flatten_zoo.errors import UsageError
 from flatten_zoo.weights import dry_run, load_model, push, save_model, use_hub
 
-from .networks import RESNETS, SHALLOW
-from .networks import SMALL as FAMILIES
+from .networks import SHALLOW
 from .servers import hub_server
 
 SMALL = dict(img_size=64, depths=(1, 1, 1, 1), embed_dims=(16, 16, 40, 64), num_classes=3)
-TINY_RESNET = dict(layers=(1, 1, 1, 1), channels=(8, 16, 24, 32), zero_init_last=False)
 REPO = 'me/flatten_pvt_t.mine'
 
 
@@ -178,11 +176,11 @@ def test_what_cannot_be_published(hub, folder):
     assert hub.requests == []
 
 
-@pytest.mark.parametrize('name', [*FAMILIES, *RESNETS])
+@pytest.mark.parametrize('name', SHALLOW)
 def test_transformers(name, hub, tmp_path):
     """The weights, the preprocessing and the class names of a run, from a folder and from the Hub."""
     transformers = pytest.importorskip('transformers')
-    kwargs = {**FAMILIES.get(name, TINY_RESNET), **SHALLOW.get(name, {})}
+    kwargs = SHALLOW[name]
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=3, **kwargs).eval()
     names = ['cat', 'dog', 'emu']

@@ -16,9 +16,9 @@ from flatten_zoo.errors import UsageError
 from flatten_zoo.layers import FocusedLinearCore
 from flatten_zoo.visualize.reading import attention_layers, read_attention
 
-from .networks import FIXED_SIZE, RESNETS, SMALL, create_small, dynamic, seeded
+from .networks import FIXED_SIZE, SHALLOW, SMALL, create_shallow, dynamic
 
-networks = pytest.mark.parametrize('name', [*SMALL, *RESNETS])
+networks = pytest.mark.parametrize('name', SHALLOW)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 2e-2}
 
 
@@ -39,10 +39,7 @@ def trained(model: nn.Module) -> nn.Module:
 
 
 def small(name: str, **kwargs) -> nn.Module:
-    if name in RESNETS:
-        return trained(seeded(name, zero_init_last=False, **kwargs))
-    shallow = {'depth': 2} if 'deit' in name else {} if '_swin_' in name else {'depths': (1, 1, 1, 1)}
-    return trained(create_small(name, **{**shallow, **kwargs}))
+    return trained(create_shallow(name, **kwargs))
 
 
 def outputs(network: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
