@@ -414,23 +414,35 @@ def log_up_to(process: subprocess.Popen, text: str) -> str:
     raise AssertionError(''.join(lines))
 
 
-def test_torchrun_terminated_continued_and_killed(tmp_path):
-    """Either leaves a recovery checkpoint, SIGKILL because the processes notice it."""
-    images = write_images(tmp_path / 'images', train=80)
-    options = (images, '--output', tmp_path, *shlex.split('--epochs 1000 -j 1 -b 2 --resume auto --log-interval 20'))
+TORCHRUN = shlex.split('--epochs 1000 -j 1 -b 2 --resume auto --log-interval 4 --val-split ""')  # of 6 batches
+
+
+def test_torchrun_terminated(tmp_path, images):
+    options = (images, '--output', tmp_path, *TORCHRUN)
     folder = tmp_path / 'run'
     process = torchrun(*options)
-    log_up_to(process, 'epoch 1/1000  batch 20/60')
+    log_up_to(process, 'epoch 1/1000  batch 4/6')
     process.send_signal(signal.SIGTERM)
     log = process.communicate(timeout=60)[1]
     assert process.returncode != 0
     recovered = last_checkpoint(folder)
-    assert recovered.name.startswith('recovery-1-'), log
+    assert recovered.name.startswith('recovery-'), log
     assert log.count(f'interrupted; the last complete checkpoint is {recovered}') == 1
 
+
+@pytest.mark.slow
+def test_torchrun_killed_and_continued(tmp_path, images):
+    """The processes notice it."""
+    options = (images, '--output', tmp_path, *TORCHRUN)
+    folder = tmp_path / 'run'
     process = torchrun(*options)
-    assert f'continuing from {recovered} at epoch 1' in log_up_to(process, 'epoch 2/1000  batch 20/60')
+    log_up_to(process, 'epoch 1/1000  batch 4/6')
     process.kill()
     log = process.communicate(timeout=60)[1]  # up to the end of the processes, which have its standard error
     assert log.splitlines()[-1] == f'interrupted; the last complete checkpoint is {last_checkpoint(folder)}'
-    assert last_checkpoint(folder).name.startswith('recovery-2-')
+    recovered = last_checkpoint(folder)
+    assert recovered.name.startswith('recovery-')
+    process = torchrun(*options)
+    assert f'continuing from {recovered} at epoch ' in log_up_to(process, 'batch 4/6')
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
