@@ -182,6 +182,7 @@ def test_killed_before_every_single_file_operation(tmp_path, images):
 
 def live_in_a_group(said: Path, argv: list[str]) -> None:
     os.setsid()
+    multiprocessing.set_start_method('fork', force=True)  # of the loader's processes, as on Linux in a command
     with said.open('w') as file:
         os.dup2(file.fileno(), 2)
     sys.stderr = open(2, 'w', closefd=False)  # noqa: SIM115

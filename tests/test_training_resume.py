@@ -5,7 +5,6 @@ import os
 import random
 import shlex
 import signal
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -26,7 +25,6 @@ from flatten_zoo.training.train import main
 from .runs import assert_same_end
 from .tiny_images import write_images, write_parquet, write_shards
 
-ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.usefixtures('no_pictures')
 TINY = shlex.split(
     '--model test_resnet --num-classes 3 --img-size 32 -b 6 -j 0 --epochs 4 --lr 0.02 --warmup-epochs 1 --device cpu '

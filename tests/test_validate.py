@@ -3,7 +3,6 @@ import csv
 import json
 import os
 import shlex
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +21,6 @@ from flatten_zoo.training.validate import main, parse
 
 from .tiny_images import COLOURS, write_images
 
-ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.usefixtures('no_pictures')
 MODEL = shlex.split('--model test_resnet --num-classes 3 --img-size 32 -b 4 -j 0')
 
