@@ -122,7 +122,7 @@ def compare(
         compiled: Compile both too.
         **more: Further runs beside inference, by name.
     """
-    torch._dynamo.reset()
+    torch.compiler.reset()
     module.eval()
     runs = {'eager': module, 'eager_literal': transcribed(module), **more}
     if compiled:

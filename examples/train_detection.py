@@ -6,92 +6,55 @@ it is unpacked, or with train/ and val/, each with images/ and instances.json in
 import argparse
 import math
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch.utils.data import DataLoader
+from dense_training import (
+    COLOURS,
+    add_option,
+    add_training_options,
+    check_options,
+    enlarge,
+    load_splits,
+    one_at_a_time,
+    save_network,
+    train,
+)
 from torchvision.models.detection import FasterRCNN
 from torchvision.transforms import v2
 from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks, make_grid, save_image
-from tqdm import tqdm
 
-from flatten_zoo.dense import LEVELS, CocoInstances, CocoScores, coco_split, faster_rcnn, mask_rcnn, write_shapes
+from flatten_zoo.dense import LEVELS, CocoInstances, CocoScores, coco_split, faster_rcnn, mask_rcnn
 from flatten_zoo.errors import UsageError, first_line, report_usage_errors
 from flatten_zoo.files import write_beside
 from flatten_zoo.models.attention_resnet import OPERATORS
 
-COLOURS = ['red', 'lime', 'dodgerblue', 'yellow', 'magenta', 'cyan']
-
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    def add(group, name: str, text: str, **kwargs) -> None:
-        group.add_argument(name, help=f'{text} (default: %(default)s)', **kwargs)
-
     parser = argparse.ArgumentParser(description=__doc__)
     model = parser.add_argument_group('model')
-    add(model, '--backbone', 'any model of timm with stages or plain ViT', default='flatten_pvt_v2_b0', metavar='NAME')
-    add(model, '--attention', 'on the feature pyramid', default='ea', choices=['none', *OPERATORS])
+    add = partial(add_option, model)
+    add('--backbone', 'any model of timm with stages or plain ViT', default='flatten_pvt_v2_b0', metavar='NAME')
+    add('--attention', 'on the feature pyramid', default='ea', choices=['none', *OPERATORS])
     model.add_argument(
         '--levels', nargs='+', default=list(LEVELS), choices=LEVELS, metavar='LEVEL',
         help=f'levels that attention comes after (default: {" ".join(LEVELS)})')
     model.add_argument('--boxes-only', action='store_true', help='Faster R-CNN in place of Mask R-CNN')
     model.add_argument(
         '--pretrained', action='store_true', help="start from the backbone's pretrained weights, with norms frozen")
-    add(model, '--image-size', 'shorter side of the images, 800 for COCO', type=int, default=96, metavar='N')
-    add(model, '--regions', 'regions of an image that the heads learn from, 512 for COCO', type=int, default=16,
-        metavar='N')
-    data = parser.add_argument_group('data')
-    data.add_argument('--data', type=Path, metavar='FOLDER', help='data in COCO format (default: generated shapes)')
-    add(data, '--shapes', 'generated images to train on', type=int, default=800, metavar='N')
-    add(data, '--workers', 'processes that load data', type=int, default=0, metavar='N')
-    training = parser.add_argument_group('training')
-    add(training, '--epochs', 'passes over the data', type=int, default=4, metavar='N')
-    add(training, '--batch-size', 'images of a step', type=int, default=4, metavar='N')
-    add(training, '--lr', 'highest learning rate, of AdamW', type=float, default=5e-4)
-    add(training, '--weight-decay', 'of AdamW', type=float, default=0.05)
-    add(training, '--seed', 'of weights and order', type=int, default=0)
-    add(training, '--device', 'where to compute', default='cuda' if torch.cuda.is_available() else 'cpu')
-    add(training, '--output', 'folder for everything written', type=Path, default=Path('output/detection'),
-        metavar='FOLDER')
+    add('--image-size', 'shorter side of the images, 800 for COCO', type=int, default=96, metavar='N')
+    add('--regions', 'regions of an image that the heads learn from, 512 for COCO', type=int, default=16, metavar='N')
+    add_training_options(parser, shapes=800, epochs=4, batch_size=4, lr=5e-4, output='output/detection')
     return parser.parse_args(argv)
 
 
-def check_args(args: argparse.Namespace) -> None:
-    """Finds what would go wrong later, and makes the output folder."""
-    for name in ('image_size', 'regions', 'shapes', 'epochs', 'batch_size', 'lr'):
-        if not getattr(args, name) > 0:
-            raise UsageError(f'--{name.replace("_", "-")} must be positive, got {getattr(args, name)}')
-    if args.workers < 0:
-        raise UsageError(f'--workers must not be negative, got {args.workers}')
-    try:
-        torch.empty(0, device=args.device)
-    except (AssertionError, RuntimeError) as e:
-        raise UsageError(f'--device {args.device}: {first_line(e)}') from e
-    if (args.output / 'last.pth').exists():
-        raise UsageError(f"'{args.output}' holds a trained network already: give another folder with --output")
-    try:
-        args.output.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UsageError(f"cannot write to '{args.output}' (--output): {e}") from e
-
-
 def load_data(args: argparse.Namespace) -> tuple[CocoInstances, CocoInstances]:
-    """Training and validation data; generated shapes, written if they are not there yet, where none is given."""
-    folder = args.data
-    if folder is None:
-        folder = args.output / f'shapes-{args.image_size}-{args.shapes}'
-        write_shapes(folder / 'train', args.shapes, args.image_size, seed=0)
-        write_shapes(folder / 'val', max(1, args.shapes // 8), args.image_size, seed=1)
-    elif not folder.is_dir():
-        raise UsageError(f"there is no folder '{folder}' (--data)")
+    def data(folder: Path, split: str, transforms=None) -> CocoInstances:
+        return CocoInstances(**coco_split(folder, split), transforms=transforms, masks=not args.boxes_only)
+
     flip = v2.Compose([v2.RandomHorizontalFlip(), v2.ToPureTensor()])
-    train_data = CocoInstances(**coco_split(folder, 'train'), transforms=flip, masks=not args.boxes_only)
-    val_data = CocoInstances(**coco_split(folder, 'val'), masks=not args.boxes_only)
-    if train_data.category_ids != val_data.category_ids:
-        raise UsageError(f"training and validation data in '{folder}' do not have the same categories")
-    if len(train_data) < args.batch_size:
-        raise UsageError(f'--batch-size {args.batch_size} is more than the {len(train_data)} training images')
-    return train_data, val_data
+    return load_splits(args, partial(data, split='train', transforms=flip), partial(data, split='val'))
 
 
 def build_model(args: argparse.Namespace, num_classes: int) -> FasterRCNN:
@@ -106,33 +69,11 @@ def build_model(args: argparse.Namespace, num_classes: int) -> FasterRCNN:
         raise UsageError(f'cannot build the network with --backbone {args.backbone}: {first_line(e)}') from e
 
 
-def train_epoch(model: FasterRCNN, loader: DataLoader, optimizer, schedule, device: str) -> float:
-    """One pass over the data; returns the mean loss."""
-    model.train()
-    total = 0
-    progress = tqdm(loader, desc='training', unit='batch', leave=False)
-    for step, (images, targets) in enumerate(progress, start=1):
-        images, targets = to_device(images, targets, device)
-        loss = sum(model(images, targets).values())
-        if not loss.isfinite():
-            raise UsageError(f'the loss is {loss.item()}: try a lower --lr')
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 5.0)
-        optimizer.step()
-        schedule.step()
-        total += loss.item()
-        progress.set_postfix(loss=f'{total / step:.3f}')
-    return total / len(loader)
-
-
 @torch.inference_mode()
 def evaluate(model: FasterRCNN, data: CocoInstances, device: str, workers: int = 0) -> dict[str, float]:
-    """Scores, of one image at a time: attention sees the padding of a batch of images of different sizes."""
     scores = CocoScores(data)
-    loader = DataLoader(data, batch_size=1, num_workers=workers, collate_fn=collate)
     model.eval()
-    for images, targets in tqdm(loader, desc='validation', unit='image', leave=False):
+    for images, targets in one_at_a_time(data, workers, collate):
         images, _ = to_device(images, (), device)
         scores.add([target['image_id'] for target in targets], model(images))
     return scores.compute()
@@ -172,31 +113,17 @@ def draw_predictions(model: FasterRCNN, data: CocoInstances, path: Path, device:
         save_image(make_grid(pictures, nrow=4), unfinished)
 
 
-def enlarge(x: torch.Tensor, scale: int) -> torch.Tensor:
-    return x.repeat_interleave(scale, -1).repeat_interleave(scale, -2)
-
-
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Trains and returns the last scores."""
     args = parse_args(argv)
-    check_args(args)
+    check_options(args, 'regions')
     torch.manual_seed(args.seed)
     train_data, val_data = load_data(args)
     model = build_model(args, len(train_data.classes)).to(args.device)
-    train_loader = DataLoader(
-        train_data, batch_size=args.batch_size, shuffle=True, drop_last=True, num_workers=args.workers,
-        collate_fn=collate)
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], args.lr, weight_decay=args.weight_decay)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, args.lr, total_steps=args.epochs * len(train_loader), pct_start=0.1)
-    for epoch in range(1, args.epochs + 1):
-        loss = train_epoch(model, train_loader, optimizer, schedule, args.device)
-        scores = evaluate(model, val_data, args.device, args.workers)
-        figures = '  '.join(f'{name} {100 * score:.1f}' for name, score in scores.items())
-        print(f'epoch {epoch}/{args.epochs}  loss {loss:.3f}  {figures}', flush=True)
-    with write_beside(args.output / 'last.pth') as unfinished:
-        torch.save({'model': model.state_dict(), 'classes': train_data.classes, 'scores': scores}, unfinished)
+    scores = train(
+        args, model, lambda images, targets: model(*to_device(images, targets, args.device)),
+        lambda: evaluate(model, val_data, args.device, args.workers), train_data, collate, clip=5.0)
+    save_network(args, model, train_data.classes, scores)
     draw_predictions(model, val_data, args.output / 'predictions.png', args.device)
     print(f'weights and a picture of predictions are in {args.output}')
     return scores

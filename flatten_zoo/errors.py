@@ -1,9 +1,11 @@
 """Errors that a person can act on, and how commands report them."""
 import difflib
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 
-__all__ = ['UsageError', 'first_line', 'report_usage_errors', 'unknown_name']
+__all__ = ['UsageError', 'first_line', 'report_usage_errors', 'show_traceback', 'unknown_name']
 
 
 class UsageError(ValueError):
@@ -34,8 +36,14 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def show_traceback(error: BaseException) -> None:
+    """Print what is behind an error that a person sees as one line, if `FLATTEN_ZOO_TRACEBACK=1` asks for it."""
+    if os.environ.get('FLATTEN_ZOO_TRACEBACK', '0') not in ('', '0'):
+        traceback.print_exception(error, file=sys.stderr)
+
+
 def report_usage_errors(command: Callable[[], int | None]) -> int:
-    """Run a command and turn a `UsageError` into one line on standard error.
+    """Run a command and turn a `UsageError` into one line on standard error; any other keeps its traceback.
 
     Returns:
         The command's own exit status (None counts as 0), or 2 after a `UsageError`.
@@ -43,5 +51,6 @@ def report_usage_errors(command: Callable[[], int | None]) -> int:
     try:
         return command() or 0
     except UsageError as e:
+        show_traceback(e)
         print(f'error: {e}', file=sys.stderr)
         return 2

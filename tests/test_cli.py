@@ -110,3 +110,25 @@ def test_mistakes_are_one_line_and_status_2(arguments, message, capsys):
     captured = capsys.readouterr()
     before, error = captured.err.splitlines()
     assert before == 'measuring …' and message in error and not captured.out
+
+
+@pytest.mark.parametrize('wanted, shown', [('', False), ('0', False), ('1', True)])
+def test_traceback_behind_a_line(wanted, shown, monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv('FLATTEN_ZOO_TRACEBACK', wanted)
+    damaged = tmp_path / 'damaged.safetensors'
+    damaged.write_bytes(b'no safetensors')
+    assert main(['convert', str(damaged), '--model', 'flatten_pvt_t', '-o', str(tmp_path / 'out')]) == 2
+    *before, line = capsys.readouterr().err.splitlines()
+    assert line.startswith('error: ') and 'damaged.safetensors' in line
+    assert bool(before) is shown
+    if shown:  # with its cause
+        assert before[0].startswith('Traceback') and any('SafetensorError' in text for text in before)
+
+
+def test_an_unexpected_error_keeps_its_traceback(monkeypatch):
+    def bug(*args, **kwargs):
+        raise ZeroDivisionError('a bug')
+
+    monkeypatch.setattr('flatten_zoo.weights.list_table', bug)
+    with pytest.raises(ZeroDivisionError, match='a bug'):
+        main(['list'])

@@ -1,7 +1,6 @@
 """Scores of detections, and the example that trains a detector."""
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -130,7 +129,7 @@ def test_validation_sees_one_image_at_a_time(tmp_path):
 
 
 def run_example(*arguments):
-    return runpy.run_path(str(SCRIPT))['main']([str(argument) for argument in arguments])
+    return load_example('train_detection').main([str(argument) for argument in arguments])
 
 
 TINY = ['--image-size', 64, '--shapes', 4, '--batch-size', 2, '--epochs', 1, '--regions', 8]

@@ -8,6 +8,7 @@ import torch
 from timm.models import model_entrypoint, split_model_name_tag
 from tqdm import tqdm
 
+from .._torch import dynamo_config
 from ..cost.comparison import default_size
 from ..errors import UsageError, first_line, unknown_name
 from ..weights.catalogue import zoo_models
@@ -102,9 +103,9 @@ def bench(
     report = Report()
     own = {name: default_size(name) for name in names} if sizes is None else {}
     settings = list(itertools.product(*map(dict.fromkeys, (modes, batch_sizes, sizes or [None]))))
-    limit = max(torch._dynamo.config.recompile_limit, 2 * len(names))  # models of one class share it
+    limit = max(dynamo_config.recompile_limit, 2 * len(names))  # models of one class share it
     with tqdm(total=len(settings) * len(names), unit='figure', leave=False, disable=None) as bar, \
-            torch._dynamo.config.patch(recompile_limit=limit):
+            dynamo_config.patch(recompile_limit=limit):
         try:
             for mode, batch_size, size in settings:
                 sides = {name: size or own[name] for name in names}
@@ -130,7 +131,7 @@ def _measure(
     def fail(name: str, error: Exception) -> None:
         report.failures.append(f'{name}, {mode}, batch {batch_size}, size {sides[name]}: {first_line(error)}')
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     try:
         for name, side in sides.items():
             bar.set_description(f'preparing {name}, {mode}')

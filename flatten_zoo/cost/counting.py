@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
+
+from .._torch import TorchDispatchMode, tree_leaves
 
 __all__ = [
     'Measurement', 'available_memory', 'count', 'peak_memory', 'training_memory', 'training_peak_memory',

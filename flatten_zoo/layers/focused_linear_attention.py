@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import torch
 from timm.layers import get_device_dtype, resample_abs_pos_embed_nhwc, to_2tuple
-from timm.layers.trace_utils import _assert
 from torch import nn
 
+from .._timm import _assert
 from .attention_rows import convolution_rows, select_queries
 from .focused_linear_function import depthwise_and_focused_attention, focus, inverse_softplus
 from .folding import inference_only

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from timm.layers import is_exporting, register_notrace_function
 from torch.autograd import forward_ad
 
+from .._torch import _are_functorch_transforms_active, is_legacy_batchedtensor
+
 __all__ = ['depthwise_and_focused_attention', 'focus', 'inverse_softplus']
 
 
@@ -190,8 +192,8 @@ class _Attention(torch.autograd.Function):
         inputs, saved = saved[:7], saved[7:]
         with torch.autocast(grad.device.type, enabled=False):
             if (
-                    torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
-                    or torch._C._functorch.is_legacy_batchedtensor(grad)  # is_grads_batched=True
+                    torch.is_grad_enabled() or _are_functorch_transforms_active()
+                    or is_legacy_batchedtensor(grad)  # is_grads_batched=True
             ):
                 grads = _differentiated(grad, inputs, ctx.needs_input_grad, p, num_heads)
             else:
@@ -310,7 +312,7 @@ def depthwise_and_focused_attention(
                 v.dtype == torch.float16  # its range takes another arrangement
                 or v.is_meta  # nothing is computed, and what counts operations shall find them
                 or torch.compiler.is_compiling() or torch.jit.is_tracing()
-                or torch._C._are_functorch_transforms_active()
+                or _are_functorch_transforms_active()
                 or any(forward_ad.unpack_dual(x).tangent is not None for x in inputs)
         ):
             if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):

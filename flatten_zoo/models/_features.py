@@ -2,7 +2,7 @@
 import operator
 from collections.abc import Iterable
 
-from timm.models._features import FeatureGetterNet
+from .._timm import FeatureGetterNet
 
 __all__ = ['check_feature_cls', 'check_out_indices']
 

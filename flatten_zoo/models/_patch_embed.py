@@ -1,8 +1,8 @@
 """Non-overlapping patch embedding for every input size."""
 import timm.layers
 import torch
-from timm.layers.trace_utils import _assert
 
+from .._timm import _assert
 from ._padding import pad_for_convolution
 
 __all__ = ['PatchEmbed']

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 import torch
 from timm.layers import get_device_dtype, trunc_normal_
 from timm.models import checkpoint_seq
-from timm.models._features import feature_take_indices
 from torch import nn
 
+from .._timm import feature_take_indices
 from ..layers.position_tensors import resample_positions
 from ._arguments import check_arguments
 from ._dilation import dilate
@@ -199,16 +199,16 @@ class PyramidTransformer(nn.Module):
             prune_head: bool = True,
     ) -> list[int]:
         """Drop what the intermediates at `indices` don't need; returns the indices of the stages kept."""
-        take_indices, max_index = feature_take_indices(len(self.stages), indices)
-        prune_end = max_index < len(self.stages) - 1
-        self.stages = self.stages[:max_index + 1]
-        if prune_norm or prune_end:
+        kept, last = feature_take_indices(len(self.stages), indices)
+        shorter = last + 1 < len(self.stages)
+        if shorter:
+            del self.stages[last + 1:]
+            self.num_features = self.head_hidden_size = self.feature_info[last]['num_chs']
+        if shorter or prune_norm:
             self.norm = nn.Identity()
-        if prune_end:
-            self.num_features = self.head_hidden_size = self.feature_info[max_index]['num_chs']
-        if prune_head or prune_end:
+        if shorter or prune_head:
             self.reset_classifier(0, '')
-        return take_indices
+        return kept
 
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from timm.models import ResNet, build_model_with_cfg, generate_default_cfgs, get_pretrained_cfg, register_model
-from timm.models._manipulate import MATCH_PREV_GROUP
 from timm.models.resnet import BasicBlock, Bottleneck
 from torch import nn
 
+from .._timm import MATCH_PREV_GROUP
 from ..layers import EfficientAttention, InterlacedSparseAttention, NonLocalAttention
 from ..layers.folding import make_norms_foldable
 from ._arguments import CheckedClassifier, check_arguments

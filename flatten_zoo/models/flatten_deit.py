@@ -168,7 +168,7 @@ class FlattenViT(CheckedClassifier, VisionTransformer):
 
 
 def flatten_blocks(model: VisionTransformer, attn_types: Sequence[str], **kwargs) -> None:
-    """Make a ViT a `FlattenViT` with focused linear attention in its linear blocks, in place.
+    """Give the linear blocks of a ViT focused linear attention, and all of them tokens as maps, in place.
 
     Args:
         model: The network.
@@ -186,7 +186,6 @@ def flatten_blocks(model: VisionTransformer, attn_types: Sequence[str], **kwargs
         FlattenViTBlock(block, attn_type, model.patch_embed.grid_size, model.dynamic_img_size, **kwargs)
         for block, attn_type in zip(model.blocks, attn_types, strict=True)
     ])
-    model.__class__ = FlattenViT
 
 
 def check_plain_attention(attn: nn.Module) -> None:

@@ -94,7 +94,15 @@ def shift_mask(x: torch.Tensor, window_size: tuple[int, int], shift_size: tuple[
 
 
 class WindowBlock(SwinTransformerBlock):
-    """timm's Swin block, with its windows laid out so that an exported graph can leave the image size open."""
+    """timm's Swin block, with its windows laid out so that a graph can leave the image size open."""
+
+    def __init__(self, block: SwinTransformerBlock):
+        """
+        Args:
+            block: The block to take over: all that it has becomes this one's.
+        """
+        nn.Module.__init__(self)
+        vars(self).update(vars(block))
 
     def _attn(self, x: torch.Tensor) -> torch.Tensor:
         B, H, W, C = x.shape
@@ -119,25 +127,30 @@ class WindowBlock(SwinTransformerBlock):
         return x
 
 
-class EvenPatchMerging(PatchMerging):
-    """timm's patch merging, with a padded size that stays a short expression in such a graph."""
+class FlattenPatchMerging(nn.Module):
+    """timm's patch merging, with a padded size that stays a short expression in such a graph, and dilation."""
+
+    def __init__(self, merging: PatchMerging, dilation: int | None = None):
+        """
+        Args:
+            merging: The patch merging to take over.
+            dilation: Merge positions that far apart, at every position; None for neighbours, at every other one.
+        """
+        super().__init__()
+        self.norm = merging.norm
+        self.reduction = merging.reduction
+        self.dilation = dilation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         B, H, W, C = x.shape
-        rows, columns = (H + 1) // 2, (W + 1) // 2
-        x = pad_to_windows(x, [2, 2])
-        x = x.reshape(B, rows, 2, columns, 2, C).permute(0, 1, 3, 4, 2, 5).flatten(3)
-        return self.reduction(self.norm(x))
-
-
-class DilatedPatchMerging(PatchMerging):
-    """timm's patch merging without its stride: patches of positions that are `dilation` apart, at every position."""
-    dilation: int
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        H, W, d = x.shape[1], x.shape[2], self.dilation
-        x = F.pad(x, (0, 0, 0, d, 0, d))
-        x = torch.cat([x[:, :H, :W], x[:, d:, :W], x[:, :H, d:], x[:, d:, d:]], dim=-1)
+        if self.dilation is not None:
+            d = self.dilation
+            x = F.pad(x, (0, 0, 0, d, 0, d))
+            x = torch.cat([x[:, :H, :W], x[:, d:, :W], x[:, :H, d:], x[:, d:, d:]], dim=-1)
+        else:
+            rows, columns = (H + 1) // 2, (W + 1) // 2
+            x = pad_to_windows(x, [2, 2])
+            x = x.reshape(B, rows, 2, columns, 2, C).permute(0, 1, 3, 4, 2, 5).flatten(3)
         return self.reduction(self.norm(x))
 
 
@@ -151,16 +164,12 @@ def dilate_stages(model: SwinTransformer, output_stride: int) -> None:
     strides = stage_strides(len(model.layers), output_stride, patch_size)
     for i, dilation in dilations(strides).items():
         stage = model.layers[i]
-        stage.downsample.__class__ = DilatedPatchMerging
-        stage.downsample.dilation = dilation
+        stage.downsample = FlattenPatchMerging(stage.downsample, dilation)
         scale = strides[i] // patch_size
         stage.input_resolution = stage.output_resolution = tuple(-(-n // scale) for n in model.patch_embed.grid_size)
         for block in stage.blocks:
             block.set_input_size(stage.output_resolution, model._ref_window_sizes[i])
         model.feature_info[i]['reduction'] = strides[i]
-
-
-_EXPORTABLE = {SwinTransformerBlock: WindowBlock, PatchMerging: EvenPatchMerging}  # same tensors, same results
 
 
 def flatten_stages(model: SwinTransformer, attn_types: Sequence[str], **kwargs) -> None:
@@ -229,14 +238,16 @@ class FlattenSwin(CheckedClassifier, SwinTransformer):
         dilate_stages(self, output_stride)
         attn_types = resolve_attn_types(attn_types, self.num_layers)
         flatten_stages(self, attn_types, focusing_factor=focusing_factor, kernel_size=kernel_size)
-        for module in self.modules():
-            if type(module) in _EXPORTABLE:  # timm's stages have no argument for these classes
-                module.__class__ = _EXPORTABLE[type(module)]
+        for stage, attn_type in zip(self.layers, attn_types, strict=True):  # timm's have no argument for these classes
+            if attn_type == 'softmax':
+                stage.blocks = nn.Sequential(*map(WindowBlock, stage.blocks))
+            if isinstance(stage.downsample, PatchMerging):
+                stage.downsample = FlattenPatchMerging(stage.downsample)
 
     @torch.jit.ignore
     def set_input_size(self, *args, **kwargs) -> None:
         """timm's; a ValueError where patch mergings are dilated."""
-        if any(isinstance(stage.downsample, DilatedPatchMerging) for stage in self.layers):
+        if any(getattr(stage.downsample, 'dilation', None) is not None for stage in self.layers):
             raise ValueError(
                 'this Swin has an output_stride below 32, and keeps its image size; build it with img_size=, or with '
                 'dynamic_img_size=True for any')

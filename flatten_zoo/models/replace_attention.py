@@ -115,6 +115,7 @@ def replace_attention(
         raise ValueError(f'img_size is for a PVTv2; a {type(model).__name__} knows its own')
     elif type(model) in (VisionTransformer, flatten_deit.FlattenViT):
         flatten_deit.flatten_blocks(model, _attn_types(where, len(model.blocks)), **kwargs)
+        model.__class__ = flatten_deit.FlattenViT  # in place: its methods know of tokens as maps
     elif isinstance(model, SwinTransformer):
         flatten_swin.flatten_stages(model, _attn_types(where, len(model.layers)), **kwargs)
     elif isinstance(model, PyramidVisionTransformerV2):

@@ -2,8 +2,8 @@
 import re
 
 from huggingface_hub import ModelCard, ModelCardData
-from timm.models._hub import generate_readme
 
+from .._timm import generate_readme
 from ..models import RELEASES, Release
 from ..models._released import TAG
 

@@ -3,8 +3,7 @@ from pathlib import Path
 
 import timm
 from huggingface_hub import try_to_load_from_cache
-from timm.models import get_arch_pretrained_cfgs, get_pretrained_cfg, model_entrypoint
-from timm.models._pretrained import PretrainedCfg
+from timm.models import PretrainedCfg, get_arch_pretrained_cfgs, get_pretrained_cfg, model_entrypoint
 from torch.overrides import TorchFunctionMode
 
 from ..models import RELEASES

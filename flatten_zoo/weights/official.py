@@ -5,10 +5,10 @@ from pathlib import Path
 
 import safetensors
 import timm
-from timm.models._hub import get_cache_dir
-from timm.models._pretrained import PretrainedCfg
+from timm.models import PretrainedCfg
 from torch import nn
 
+from .._timm import get_cache_dir
 from ..errors import UsageError
 from ..files import write_beside
 from .checkpoint import read_checkpoint, select_state_dict, write_safetensors
@@ -62,11 +62,7 @@ def official_weights(cfg: PretrainedCfg, cache_dir: str | Path | None = None) ->
 
 def _convert(source: Path, converted: Path, model: nn.Module, name: str) -> None:
     state_dict = select_state_dict(read_checkpoint(source, name), use_ema=None)
-    try:
-        state_dict = from_official(state_dict, model)
-    except UsageError as e:
-        raise UsageError(f'{name} is of another model: {e}') from e
-    write_safetensors(state_dict, converted)
+    write_safetensors(from_official(state_dict, model, source=name), converted)
 
 
 def _is_sound(path: Path, model: nn.Module) -> bool:

@@ -14,8 +14,8 @@ from timm.task import TrainingTask
 from timm.utils import distribute_bn
 from timm.utils.distributed import init_distributed_device_so, is_distributed_env, world_info_from_env
 from torch import nn
-from torch.distributed.distributed_c10d import _get_default_store
 
+from flatten_zoo._torch import default_store
 from flatten_zoo.errors import UsageError, first_line
 
 __all__ = [
@@ -116,7 +116,7 @@ def is_first_to_fail(report: bool = True) -> bool:
         time.sleep(10)  # torchrun ends all with the first that ends, which has to be the one that reports
         return False
     try:
-        return _get_default_store().add(_FAILURES, int(report)) == int(report)
+        return default_store().add(_FAILURES, int(report)) == int(report)
     except RuntimeError:  # the process that keeps the store is gone
         return True
 

@@ -4,7 +4,8 @@ import torch.distributed as dist
 from timm.layers import convert_sync_batchnorm
 from torch import nn
 from torch.nn.functional import batch_norm
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from flatten_zoo._torch import _BatchNorm
 
 __all__ = ['synchronize_batch_norm']
 
