@@ -1,6 +1,7 @@
 """Scores of detections, and the example that trains a detector."""
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path

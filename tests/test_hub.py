@@ -249,11 +249,9 @@ def test_other_processes_by_the_environment(tmp_path):
         env = {**os.environ, 'HF_ENDPOINT': server.address, 'HF_HOME': str(tmp_path / 'home'), 'HF_TOKEN': 'hf_right',
                'HF_HUB_DISABLE_XET': '1', 'OMP_NUM_THREADS': '1'}
 
-        def run(*command):
-            return subprocess.check_output([sys.executable, *command], env=env, text=True)
-
-        run('-m', 'flatten_zoo', 'push', str(path), '--repo', REPO)
-        code = ('import flatten_zoo, timm, torch; '
+        code = ('import sys, timm; from flatten_zoo.cli import main; assert main(sys.argv[1:]) == 0; '
                 f'model = timm.create_model("hf-hub:{REPO}", pretrained=True); print(model.head.weight.sum().item())')
-        assert run('-c', code) == f'{load_model(path).head.weight.sum().item()}\n'
+        push = [sys.executable, '-c', code, 'push', str(path), '--repo', REPO]
+        printed = subprocess.check_output(push, env=env, text=True).splitlines()
+        assert printed[-1] == str(load_model(path).head.weight.sum().item())
     assert (tmp_path / 'home').is_dir()
