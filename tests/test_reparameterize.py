@@ -69,7 +69,9 @@ def assert_nothing_left(folded: nn.Module, *shape) -> None:
         assert 'repeat' not in str(node.target) or node.args[0].op != 'placeholder'
 
 
-@networks
+@pytest.mark.parametrize('name', [  # tracing takes long
+    name if name in ('flatten_swin_t', 'flatten_cswin_t', 'ea_resnet50', 'issa_resnet50')
+    else pytest.param(name, marks=pytest.mark.slow) for name in SHALLOW])
 def test_every_network(name):
     model = small(name)
     before = copy.deepcopy(model.state_dict())
