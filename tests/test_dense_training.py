@@ -186,6 +186,7 @@ def test_output_is_not_lost(tmp_path):
 
 
 def test_example_says_mistakes_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
     monkeypatch.setattr(sys, 'argv', [str(SCRIPT), '--data', 'nowhere', '--output', str(tmp_path)])
     with pytest.raises(SystemExit) as e:
         runpy.run_path(str(SCRIPT), run_name='__main__')
