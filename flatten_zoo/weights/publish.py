@@ -6,7 +6,7 @@ from pathlib import Path
 
 import timm
 from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 from huggingface_hub.utils import validate_repo_id
 
 from ..errors import UsageError, first_line
@@ -97,7 +97,7 @@ def push(
         return _upload(folder, repo, private, keep_card)
     except UsageError:
         raise
-    except Exception as e:  # the client's, the transport's and the server's
+    except (HTTPError, OSError, RuntimeError, ValueError) as e:  # the transport's, the server's, and the client's
         cause = e.__cause__ if isinstance(e, RuntimeError) and e.__cause__ else e  # so it reports a failed upload
         refused = isinstance(cause, HfHubHTTPError) and cause.response.status_code in (401, 403)
         way_out = 'use a token that may write there' if refused else 'the same command again continues the upload'
