@@ -20,7 +20,8 @@ __all__ = [
     'pyramid_stages',
 ]
 
-LEVELS = {'fpn1': 4, 'fpn2': 8, 'fpn3': 16, 'fpn4': 32, 'fpn5': 64}  # strides
+LEVELS = {'fpn1': 4, 'fpn2': 8, 'fpn3': 16, 'fpn4': 32, 'fpn5': 64}
+"""Levels of the feature pyramid that attention may come after, and their strides."""
 _STRIDES = (4, 8, 16, 32)  # of the stages
 _BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)  # timm's own are subclasses
 
