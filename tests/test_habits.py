@@ -21,6 +21,7 @@ def public_objects() -> list[tuple[str, object]]:
     return [(f'{module.__name__}.{name}', getattr(module, name)) for module in modules for name in module.__all__]
 
 
+@pytest.mark.slow
 def test_documentation(tmp_path: Path):
     """The site is built without warnings, and every public object has its place there."""
     pytest.importorskip('mkdocstrings')
