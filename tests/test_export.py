@@ -5,11 +5,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
 import timm
 import torch
-from onnxruntime.quantization.shape_inference import quant_pre_process
 from PIL import Image
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
@@ -33,6 +31,8 @@ from flatten_zoo.weights import zoo_models
 from .test_attention_resnet import seeded
 from .test_flatten_models import FIXED_SIZE, SMALL, create_small, dynamic
 
+onnx = pytest.importorskip('onnx')
+quant_pre_process = pytest.importorskip('onnxruntime.quantization.shape_inference').quant_pre_process
 RESNETS = ('ea_resnet50', 'issa_resnet50', 'nl_resnet50')
 SHALLOW = dict.fromkeys(('flatten_pvt_t', 'flatten_pvt_v2_b0', 'flatten_cswin_t'), {'depths': (1, 1, 1, 1)})
 LOAD = {'onnx': load_onnx, 'pt2': load_program}
