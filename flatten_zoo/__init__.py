@@ -12,6 +12,7 @@ __all__ = [
     'EfficientAttention', 'FocusedLinearAttention', 'InterlacedSparseAttention', 'NonLocalAttention',
     'replace_attention',
 ]
+__version__: str
 
 
 def _is_command() -> bool:
@@ -23,7 +24,8 @@ def _is_command() -> bool:
 
 def __getattr__(name: str) -> object:
     if name == '__version__':
-        return importlib.import_module('importlib.metadata').version(__name__)
+        from importlib.metadata import version
+        return version(__name__)
     if name in __all__:
         return getattr(importlib.import_module('.models' if name == 'replace_attention' else '.layers', __name__), name)
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
