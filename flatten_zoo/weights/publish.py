@@ -5,15 +5,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import timm
 from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 from huggingface_hub.utils import validate_repo_id
 
 from ..errors import UsageError, first_line
-from ..models.recorded import check_config
 from .card import REPOSITORY
-from .save import HUB_FILES, check_finite, load_model, save_model
+from .open import check_finite, create_model, load_model, load_weights
+from .save import HUB_FILES, save_model
 
 __all__ = ['dry_run', 'hub_folder', 'push']
 
@@ -50,11 +49,8 @@ def check_folder(folder: Path, allow_non_finite: bool = False) -> None:
     links = [name for name in HUB_FILES if (folder / name).is_symlink()]
     if links:  # to anything of the one who publishes
         raise UsageError(f"'{folder / links[0]}' is a link to another file; put a copy in its place")
-    try:
-        check_config(f'local-dir:{folder}')
-        model = timm.create_model(f'local-dir:{folder}', pretrained=True)
-    except Exception as e:  # whatever can be wrong with a configuration
-        raise UsageError(f"'{folder}' cannot be loaded: {first_line(e)}") from e
+    model = create_model(f'local-dir:{folder}')
+    load_weights(model, folder / 'model.safetensors')
     if not allow_non_finite:
         check_finite(model.state_dict(), f"'{folder}'")
 
