@@ -22,7 +22,7 @@ from timm.models import create_model
 from timm.scheduler import CosineLRScheduler
 
 from flatten_zoo.errors import report_usage_errors
-from flatten_zoo.training.output.summary import draw_curves
+from flatten_zoo.training.report import draw_curves
 from flatten_zoo.training.train import main
 
 from .tiny_images import write_images, write_tars

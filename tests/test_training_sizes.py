@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from flatten_zoo.errors import UsageError
-from flatten_zoo.training.options.arguments import check_train_options, train_parser
+from flatten_zoo.training.options.checks import check_train_options
+from flatten_zoo.training.options.definitions import train_parser
 from flatten_zoo.training.train import main, prepare
 
 from .tiny_images import write_images
@@ -63,7 +64,8 @@ def test_weights_of_the_sizes(tmp_path, images):
 def test_sizes_that_cannot_be(tmp_path, images):
     for options, message in (
             ('--train-img-sizes 24 32 --train-batch-sizes 4 400', 'there are 36 training images'),
-            ('--train-img-sizes 64 96 --model test_vit', "'test_vit' takes images of one size")):
+            ('--train-img-sizes 64 96 --model test_vit --model-kwargs dynamic_img_size=False',
+                 "'test_vit' takes images of one size")):
         with pytest.raises(UsageError, match=message):
             shapes_seen(tmp_path, images, options)
 
