@@ -23,7 +23,6 @@ from tqdm import tqdm
 
 from flatten_zoo.errors import report_usage_errors
 from flatten_zoo.training import continuing as checkpoints
-from flatten_zoo.training.continuing import last_checkpoint
 from flatten_zoo.training.train import claim, main
 
 from .runs import assert_same_end, save_no_picture
@@ -204,7 +203,7 @@ def test_signal_to_a_run_and_its_loaders_keeps_the_last_checkpoint(tmp_path, ima
     log = (tmp_path / 'said').read_text()
     assert process.exitcode == status, log
     assert 'Traceback' not in log
-    assert log.splitlines()[-1] == f'interrupted; the last complete checkpoint is {last_checkpoint(folder)}'
+    assert log.splitlines()[-1] == f'interrupted; the last complete checkpoint is {checkpoints.last_checkpoint(folder)}'
     with (folder / 'summary.csv').open(newline='') as file:
         *_, row = csv.DictReader(file)
     epoch = torch.load(folder / 'last.pth.tar', weights_only=True)['epoch']
