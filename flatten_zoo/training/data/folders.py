@@ -19,7 +19,7 @@ from flatten_zoo.images import image_suffixes, open_image
 
 from ..output.logs import log
 
-__all__ = ['open_folder']
+__all__ = ['Split', 'open_folder']
 
 # Hidden files and folders, and others that systems and their programs leave; './' and '../' are none.
 SYSTEM = re.compile(
@@ -55,6 +55,12 @@ class Split:
             return False
         return True
 
+    def say_left_out(self) -> None:
+        """Say which files are no images, and how many."""
+        if left_out := (+self.left_out).most_common():
+            kinds = [f'{number} {ascii(kind)[1:-1]}' for kind, number in left_out]
+            log.info("'%s': files left out: %s", self.root, _some(kinds))
+
     def index_classes(self, labels: list[str], leaves: Iterable[str] = ()) -> dict[str, int]:
         """Index of each class, once all files are seen; says what is left out and which classes are empty.
 
@@ -69,9 +75,7 @@ class Split:
         self.left_out['in no class folder'] = found.pop('', 0)
         index = self.class_map or {name: i for i, name in enumerate(sorted(found, key=natural_key))}
         self.left_out['of no class in --class-map'] = sum(n for name, n in found.items() if name not in index)
-        if left_out := (+self.left_out).most_common():
-            kinds = [f'{number} {ascii(kind)[1:-1]}' for kind, number in left_out]
-            log.info("'%s': files left out: %s", self.root, _some(kinds))
+        self.say_left_out()
         expected = self.class_map or [os.path.basename(path) for path in leaves if not SYSTEM.search(path)]
         if empty := sorted(set(expected) - found.keys(), key=natural_key):
             names = _some([ascii(name) for name in empty])

@@ -59,14 +59,14 @@ class CheckedImages(Dataset):
             if isinstance(e, RuntimeError) and not str(e).startswith('Failed to load'):  # timm's words for it
                 raise
             reason = f' ({first_line(e)})' if type(e) is ValueError else ''
-            raise LoadingError(f'cannot read the image {self._name(index)}{reason}; remove or replace it') from e
+            raise LoadingError(f"cannot read the image '{self.name(index)}'{reason}; remove or replace it") from e
         return self.transform(image) if self.transform else image, target
 
-    def _name(self, index: int) -> str:
-        if hasattr(self.dataset, 'filename'):
-            return f"'{self.dataset.filename(index, absolute=True)}'"
-        samples = getattr(self.dataset, 'samples', None)
-        return f"'{samples[index][0]}'" if samples else f'number {index} of {type(self.dataset).__name__}'
+    def name(self, index: int) -> str:
+        """The file of an image, or its number where the data set does not say."""
+        samples = getattr(self.dataset, 'samples', None)  # of torchvision
+        file = self.dataset.filename(index, absolute=True) if hasattr(self.dataset, 'filename') else None
+        return file or (samples[index][0] if samples else f'number {index} of {type(self.dataset).__name__}')
 
 
 def open_dataset(
