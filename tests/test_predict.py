@@ -6,20 +6,23 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pyarrow.parquet
 import pytest
 import timm
 import torch
 from PIL import Image
-from timm.data import ImageNetInfo, create_transform, resolve_model_data_config
+from timm.data import ImageNetInfo, create_transform, infer_imagenet_subset
 from timm.models import list_pretrained
 
 from flatten_zoo.cli import main
+from flatten_zoo.export import description_of
 from flatten_zoo.images import open_image
-from flatten_zoo.predict.labels import class_labels
+from flatten_zoo.predict.labels import IMAGENET_TAG, class_labels
 
 from .tiny_images import write_images, write_parquet, write_shards, write_tars
 
+SMALL = {'img_size': 32, 'depths': (1, 1, 1, 1), 'embed_dims': (16, 32, 40, 64)}
 NAMES = ['café', 'dog, with a comma', '=emu']
 
 
@@ -30,18 +33,28 @@ def write_run(path, num_classes=3, name='test_resnet', **changes):
     model = timm.create_model(name, num_classes=num_classes, **kwargs).eval()
     for parameter in model.parameters():  # so that images differ
         parameter.data += 0.05 * torch.randn_like(parameter)
-    args = {'img_size': 32, 'crop_pct': 0.9, 'mean': [0.4, 0.5, 0.6], 'model_kwargs': kwargs}
-    torch.save({'arch': name, 'state_dict': model.state_dict(), 'label_names': NAMES, 'args': args} | changes, path)
+    args = {
+        'img_size': 32, 'crop_pct': 0.7, 'crop_mode': 'center', 'mean': [0.4, 0.5, 0.6], 'std': [0.2, 0.3, 0.4],
+        'interpolation': 'nearest'}
+    torch.save({
+        'arch': name, 'state_dict': model.state_dict(), 'label_names': NAMES,
+        'args': {**args, 'model_kwargs': kwargs}, **changes}, path)
     return model
+
+
+read = create_transform((3, 32, 32), crop_pct=0.7, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4), interpolation='nearest')
+
+
+@torch.no_grad()
+def outputs_of(model, paths):
+    return model(torch.stack([read(open_image(path)) for path in paths]))
 
 
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
-    """A run's checkpoint, its network, and a function from a picture's path to what the network takes."""
+    """A run's checkpoint and its network."""
     path = tmp_path_factory.mktemp('run') / 'last.pth.tar'
-    model = write_run(path)
-    transform = create_transform((3, 32, 32), crop_pct=0.9, mean=(0.4, 0.5, 0.6), interpolation='bicubic')
-    return path, model, lambda picture: transform(open_image(picture))
+    return path, write_run(path)
 
 
 @pytest.fixture(scope='module')
@@ -60,11 +73,8 @@ def predicted(tmp_path, *argv, status=0):
     return json.loads(path.read_text())
 
 
-@torch.no_grad()
-def expected_of(run, paths, topk=3):
-    _, model, read = run
-    probabilities = model(torch.stack([read(path) for path in paths])).softmax(1)
-    probabilities, indices = probabilities.topk(topk)
+def expected_of(model, paths, topk=3):
+    probabilities, indices = outputs_of(model, paths).softmax(1).topk(topk)
     return [{'filename': str(path), 'index': i.tolist(), 'label': [NAMES[n] for n in i], 'prob': p.tolist()}
             for path, i, p in zip(paths, indices, probabilities, strict=True)]
 
@@ -72,7 +82,7 @@ def expected_of(run, paths, topk=3):
 def assert_same(actual, expected):
     assert len(actual) == len(expected) > 0
     for a, b in zip(actual, expected, strict=True):
-        assert {**a, 'prob': pytest.approx(b['prob'], abs=1e-5)} == b
+        assert a == {**b, 'prob': pytest.approx(b['prob'], abs=1e-5)}
 
 
 def read_csv(text):
@@ -90,7 +100,7 @@ READERS = {'csv': read_csv, 'json': json.loads, 'jsonl': lambda text: [json.load
 @pytest.mark.parametrize('workers', [0, 2])
 def test_every_format(run, pictures, tmp_path, capsys, workers):
     """In the order of the folder, whatever the batches; to files and to the terminal."""
-    expected = expected_of(run, sorted(pictures.rglob('*.png')), topk=2)
+    expected = expected_of(run[1], sorted(pictures.rglob('*.png')), topk=2)
     arguments = '--checkpoint', run[0], '--topk', 2, '-b', 4, '-j', workers, pictures
     for format, read in READERS.items():
         path = tmp_path / f'new.{format}'
@@ -112,12 +122,11 @@ def test_every_format(run, pictures, tmp_path, capsys, workers):
 
 def test_at_most_all_classes(run, pictures, tmp_path):
     paths = sorted(pictures.glob('train/*/*'))
-    assert_same(predicted(tmp_path, '--checkpoint', run[0], '--topk', 99, *paths), expected_of(run, paths))
+    assert_same(predicted(tmp_path, '--checkpoint', run[0], '--topk', 99, *paths), expected_of(run[1], paths))
 
 
 @pytest.mark.parametrize('format', ['npz', 'parquet'])
 @pytest.mark.parametrize('name, kwargs', [('test_resnet', {}), ('flatten_deit_t', {'img_size': 32, 'depth': 1})])
-@torch.no_grad()
 def test_embeddings_are_pooled_features(name, kwargs, format, pictures, tmp_path):
     model = write_run(tmp_path / 'last.pth.tar', name=name, kwargs=kwargs)
     path = tmp_path / f'new.{format}'
@@ -130,27 +139,144 @@ def test_embeddings_are_pooled_features(name, kwargs, format, pictures, tmp_path
         table = pyarrow.parquet.read_table(path)
         names, actual = table['filename'].to_pylist(), np.array(table['embedding'].to_pylist(), np.float32)
     assert names == list(map(str, paths)) and actual.dtype == np.float32
-    transform = create_transform((3, 32, 32), crop_pct=0.9, mean=(0.4, 0.5, 0.6), interpolation='bicubic')
-    images = torch.stack([transform(open_image(path)) for path in paths])
     model.reset_classifier(0)
-    np.testing.assert_allclose(actual, model(images), atol=1e-4)
+    np.testing.assert_allclose(actual, outputs_of(model, paths), atol=1e-4)
 
 
-@pytest.mark.parametrize('source', ['folder', 'address', 'onnx', 'batched onnx'])
-def test_where_a_run_goes_its_classes_and_preprocessing_go(source, run, pictures, tmp_path):
-    """As the run's output folder, converted, and exported: the same predictions."""
+@pytest.mark.parametrize('source', ['folder', 'address'])
+def test_where_a_run_goes_its_classes_and_preprocessing_go(source, pictures, tmp_path):
+    """As the run's output folder, and converted: the same predictions."""
     path, folder = tmp_path / 'model_best.pth.tar', tmp_path / 'hub'
-    shutil.copy(run[0], path)
     arguments = ['--checkpoint', tmp_path]
+    model = write_run(path, name='flatten_pvt_v2_b0', kwargs=SMALL)
     if source == 'address':
-        model = write_run(path, name='ea_resnet50', kwargs={'layers': (1, 1, 1, 1)})
-        run = path, model, run[2]
         assert main(['convert', str(path), '-o', str(folder)]) == 0
         arguments = ['--model', f'local-dir:{folder}']
-    elif source.endswith('onnx'):
-        onnx = tmp_path / 'run.onnx'
-        dynamic = ['--dynamic', 'batch'] if source.startswith('batched') else []
-        assert main(['export', 'test_resnet', '--checkpoint', str(path), *dynamic, '-o', str(onnx)]) == 0
-        arguments = ['--model', onnx]
     paths = sorted(pictures.glob('validation/*/*'))
-    assert_same(predicted(tmp_path, *arguments, *paths), expected_of(run, paths))
+    assert_same(predicted(tmp_path, *arguments, *paths), expected_of(model, paths))
+
+
+@pytest.fixture(scope='module')
+def onnx_file(run, tmp_path_factory):
+    path = tmp_path_factory.mktemp('onnx') / 'run.onnx'
+    assert main([
+        'export', 'test_resnet', '--checkpoint', str(run[0]), '--dynamic', 'batch', '-o', str(path)]) == 0
+    return path
+
+
+@pytest.fixture
+def described(onnx_file, tmp_path):
+    """An exported file, its description and what writes another one."""
+    path = tmp_path / 'run.onnx'
+    shutil.copy(onnx_file, path)
+    about = json.loads(description_of(onnx_file).read_text())
+
+    def describe(text=None, **changes):
+        description_of(path).write_text(json.dumps(about | changes) if text is None else text)
+
+    describe()
+    return path, about, describe
+
+
+@pytest.mark.parametrize('one_by_one', [False, True])
+def test_exported_file(one_by_one, run, described, pictures, tmp_path):
+    path, about, describe = described
+    if one_by_one:
+        graph = onnx.load(path)
+        graph.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
+        onnx.save(graph, path)
+        describe(input=about['input'] | {'shape': [1, *about['input']['shape'][1:]]})
+    paths = sorted(pictures.glob('validation/*/*'))
+    assert_same(predicted(tmp_path, '--model', path, *paths), expected_of(run[1], paths))
+
+
+def test_exported_file_of_features(run, described, pictures, tmp_path):
+    path, _, describe = described
+    describe(outputs=[{'name': 'embedding', 'channels': 3}])
+    paths = sorted(pictures.glob('validation/*/*'))
+    assert predict('--model', path, '--embeddings', tmp_path / 'new.npz', *paths) == 0
+    np.testing.assert_allclose(
+        np.load(tmp_path / 'new.npz')['embedding'], outputs_of(run[1], paths), atol=1e-4)
+
+
+@pytest.mark.parametrize('changes, arguments, message', [
+    ({'weights': 'untrained'}, (), 'has random weights: export it with --pretrained or --checkpoint FILE'),
+    ({'outputs': [{'name': 'embedding', 'channels': 3}]}, (), "gives 'embedding', not class scores"),
+    ({'outputs': [{'name': 'feature_1', 'channels': 3}]}, ('--embeddings', 'x.npz'), 'not one vector of features'),
+    ({}, ('--embeddings', 'x.npz'), "gives 'logits', not one vector of features"),
+    ({}, ('--img-size', '64'), '--img-size: '),
+    ({}, ('--pretrained',), 'has its weights: leave out'),
+    ({'outputs': []}, (), 'does not describe it'),
+    ({'input': 3}, (), 'does not describe it'),
+    ({'model': 3}, (), 'does not describe it'),
+    ({'preprocessing': {}}, (), "does not describe it: 'mean'"),
+    ({'preprocessing': dict.fromkeys(('mean', 'std', 'interpolation', 'crop_pct', 'crop_mode'), 'x')}, (), 'mean'),
+    ({'outputs': [{'name': 'logits', 'classes': 10 ** 12}]}, (), 'num_classes'),
+    ({'outputs': [{'name': 'logits', 'classes': 7}]}, (), '7 classes'),
+    ({'text': '{'}, (), 'does not describe it'),
+])
+def test_exported_files_that_will_not_do(changes, arguments, message, described, pictures, capsys):
+    path, _, describe = described
+    describe(**changes)
+    assert predict('--model', path, *arguments, pictures) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+INDICES = ['0', '1', '2']
+
+
+@pytest.mark.parametrize('cfg, labels', [
+    ({'label_names': ['a', 'b', 'c']}, ['a', 'b', 'c']),
+    ({'label_names': ('n1', 'n2', 'n3'), 'label_descriptions': {'n1': 'cat', 'n2': 'dog', 'n3': 'emu'}},
+     ['cat', 'dog', 'emu']),
+    ({'label_names': {'2': 'c', '0': 'a'}}, ['a', '1', 'c']),
+    ({'label_names': ['a\x1b[2J', 'b\nc', 'd\u202ee']}, ['a\\x1b[2J', 'b\\nc', 'd\\u202ee']),
+    ({'label_names': ['a', 'b']}, INDICES),
+    ({'label_names': ['a', 'b', 'c', 'd']}, INDICES),
+    ({'label_names': {'0': 'a', '3': 'd'}}, INDICES),
+    ({'label_names': ['a', 'b', 3]}, INDICES),
+    ({'label_names': {'x': 'a'}}, INDICES),
+    ({'label_names': 'abc'}, INDICES),
+    ({'label_names': ['a', 'b', 'c'], 'label_descriptions': {'a': 'cat'}}, INDICES),
+    ({'label_names': None, 'tag': 'a1_in1k'}, INDICES),
+    ({}, INDICES),
+])
+def test_names_of_classes(cfg, labels):
+    assert class_labels(cfg, 3) == labels
+
+
+def test_imagenet_names_only_for_weights_of_imagenet():
+    imagenet = ImageNetInfo().label_descriptions()
+    assert class_labels({'tag': 'leaplab_in1k'}, 1000) == imagenet
+    own = list(map(str, range(1000)))
+    for tag in (None, '', 'untrained', 'begin1k', 'in1kb'):
+        assert class_labels({'tag': tag}, 1000) == own
+    names = [f'own {i}' for i in range(1000)]
+    assert class_labels({'tag': 'leaplab_in1k', 'label_names': names}, 1000) == names
+    assert class_labels({'tag': 'leaplab_in1k', 'label_names': names[:999]}, 1000) == own
+    for name in list_pretrained():
+        cfg = timm.get_pretrained_cfg(name).to_dict()
+        if infer_imagenet_subset(cfg):
+            assert IMAGENET_TAG.search(cfg['tag']), name
+
+
+def test_names_of_checkpoints(pictures, tmp_path):
+    """ImageNet's for the released weights, by their tag; a run with as many classes of its own has only its own."""
+    path, hub = tmp_path / 'last.pth.tar', tmp_path / 'hub'
+    picture = next(pictures.rglob('*.png'))
+    info = ImageNetInfo()
+
+    def labels(*arguments):
+        record, = predicted(tmp_path, *arguments, picture)
+        return record['index'], record['label']
+
+    write_run(path, 1000, 'flatten_pvt_v2_b0', kwargs=SMALL, label_names=None)
+    indices, names = labels('--checkpoint', path)
+    assert names == list(map(str, indices)) and len(names) == 5
+    released = '--checkpoint', path, '--model', 'flatten_pvt_v2_b0.leaplab_in1k'
+    assert labels(*released) == (indices, [info.index_to_description(i) for i in indices])
+    assert main(['convert', str(path), '--model', released[-1], '-o', str(hub)]) == 0
+    assert labels('--model', f'local-dir:{hub}') == labels(*released)
+    for hostile in (['\x1b]0;x\x07'] * 1000, ['a'] * 999, {'0': 'a'}, 'a' * 1000, [None] * 1000):
+        write_run(path, 1000, 'flatten_pvt_v2_b0', kwargs=SMALL, label_names=hostile)
+        assert labels('--checkpoint', path) == (indices, names)
