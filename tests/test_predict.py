@@ -3,6 +3,8 @@ import csv
 import json
 import os
 import shutil
+import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from flatten_zoo.cli import main
 from flatten_zoo.export import description_of
 from flatten_zoo.images import open_image
 from flatten_zoo.predict.labels import IMAGENET_TAG, class_labels
+from flatten_zoo.predict.network import Network
 
 from .tiny_images import write_images, write_parquet, write_shards, write_tars
 
@@ -212,13 +215,13 @@ def test_exported_file_of_features(run, described, pictures, tmp_path):
     ({'preprocessing': {}}, (), "does not describe it: 'mean'"),
     ({'preprocessing': dict.fromkeys(('mean', 'std', 'interpolation', 'crop_pct', 'crop_mode'), 'x')}, (), 'mean'),
     ({'outputs': [{'name': 'logits', 'classes': 10 ** 12}]}, (), 'num_classes'),
-    ({'outputs': [{'name': 'logits', 'classes': 7}]}, (), '7 classes'),
+    ({'outputs': [{'name': 'logits', 'classes': 7}]}, (), 'of shape (3,) for an image, not scores of 7 classes'),
     ({'text': '{'}, (), 'does not describe it'),
 ])
 def test_exported_files_that_will_not_do(changes, arguments, message, described, pictures, capsys):
     path, _, describe = described
     describe(**changes)
-    assert predict('--model', path, *arguments, pictures) == 2
+    assert predict(pictures, '--model', path, *arguments) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -254,7 +257,7 @@ def test_imagenet_names_only_for_weights_of_imagenet():
     names = [f'own {i}' for i in range(1000)]
     assert class_labels({'tag': 'leaplab_in1k', 'label_names': names}, 1000) == names
     assert class_labels({'tag': 'leaplab_in1k', 'label_names': names[:999]}, 1000) == own
-    for name in list_pretrained():
+    for name in list_pretrained(exclude_filters='*.fb_dino'):  # weights without a classifier
         cfg = timm.get_pretrained_cfg(name).to_dict()
         if infer_imagenet_subset(cfg):
             assert IMAGENET_TAG.search(cfg['tag']), name
@@ -280,3 +283,178 @@ def test_names_of_checkpoints(pictures, tmp_path):
     for hostile in (['\x1b]0;x\x07'] * 1000, ['a'] * 999, {'0': 'a'}, 'a' * 1000, [None] * 1000):
         write_run(path, 1000, 'flatten_pvt_v2_b0', kwargs=SMALL, label_names=hostile)
         assert labels('--checkpoint', path) == (indices, names)
+
+
+def write_kinds(root):
+    """Pictures of many kinds, all of the same scene where the kind can hold it."""
+    root.mkdir()
+    noise = np.random.default_rng(0).integers(0, 256, (6, 5, 3), np.uint8)
+    picture = Image.fromarray(noise).resize((40, 48), Image.Resampling.NEAREST)
+    picture.save(root / 'a.png')
+    picture.quantize(30).save(root / 'palette.png')
+    picture.convert('CMYK').save(root / 'cmyk.tif')
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    picture.transpose(Image.Transpose.ROTATE_90).save(root / 'turned.png', exif=exif)
+    Image.fromarray(np.asarray(picture.convert('L')).astype(np.uint16) * 257).save(root / 'deep.png')
+    picture.convert('L').save(root / 'grey.png')
+    Image.new('RGB', (1, 1)).save(root / 'dot.bmp')
+    picture.save(root / 'NAME.PNG')
+    return root
+
+
+def test_kinds_of_pictures(run, tmp_path):
+    root = write_kinds(tmp_path / 'kinds')
+    records = predicted(tmp_path, '--checkpoint', run[0], root)
+    assert_same(records, expected_of(run[1], sorted(root.iterdir())))
+    prob = {Path(record['filename']).name: record['prob'] for record in records}
+    for name in ('palette.png', 'cmyk.tif', 'turned.png', 'NAME.PNG'):
+        assert prob[name] == pytest.approx(prob['a.png'], abs=1e-6)
+    assert prob['deep.png'] == pytest.approx(prob['grey.png'], abs=1e-6) != pytest.approx(prob['a.png'], abs=1e-6)
+
+
+@pytest.mark.parametrize('workers', [0, 2])
+def test_unreadable_pictures_are_named_and_the_others_kept(run, tmp_path, caplog, workers):
+    root = write_kinds(tmp_path / 'kinds')
+    good = sorted(root.iterdir())
+    content = (root / 'a.png').read_bytes()
+    bad = {'b.png': content[:len(content) // 2], 'c.jpg': b'', 'd.png': b'words', 'e\n.png': b'\x89PNG\r\n\x1a\n'}
+    for name, content in bad.items():
+        (root / name).write_bytes(content)
+    arguments = '--checkpoint', run[0], '-b', 3, '-j', workers, root
+    assert_same(predicted(tmp_path, *arguments, status=1), expected_of(run[1], good))
+    said, *lines = caplog.messages[-5:]
+    assert said == f'4 of {len(good) + 4} images failed:'
+    for name, line in zip(bad, lines, strict=True):
+        path = str(root / name).replace('\n', '\\n')
+        assert line.startswith(f"  cannot read '{path}': ") and '\n' not in line
+
+
+def test_only_unreadable_pictures(run, tmp_path, caplog):
+    (tmp_path / 'a.png').write_bytes(b'words')
+    for path in ('new.csv', 'new.npz'):
+        option = '--results-file' if path.endswith('csv') else '--embeddings'
+        assert predict('--checkpoint', run[0], tmp_path / 'a.png', option, tmp_path / path) == 1
+        assert '1 of 1 images failed:' in caplog.messages and not (tmp_path / path).exists()
+
+
+def test_folders(run, pictures, tmp_path, caplog):
+    """Folders in folders and links, sorted; not what is hidden, or no picture; named files whatever their suffix."""
+    root, picture = tmp_path / 'root', next(pictures.rglob('*.png'))
+    for name in ('b/c/2.png', 'b/1.JPG', 'a.png', '.hidden.png', '.folder/a.png', '__MACOSX/a.png', 'x.txt', 'b/y', 'b/z'):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(picture, path)
+    (root / 'b' / 'loop').symlink_to(root)
+    (root / 'd').symlink_to(pictures / 'train' / 'red')
+    records = predicted(tmp_path, '--checkpoint', run[0], root / 'x.txt', root, root / 'a.png')
+    names = [os.path.relpath(record['filename'], root) for record in records]
+    assert names == ['x.txt', 'a.png', 'b/1.JPG', 'b/c/2.png', 'd/0.png']
+    assert (f"'{root}': files left out: 2 without suffix, 1 *.txt, 1 .hidden.png, 1 .folder, 1 __MACOSX"
+            in caplog.messages)
+
+
+@pytest.mark.parametrize('kind', ['folder', 'tar', 'torch', 'hfds', 'wds'])
+@pytest.mark.parametrize('workers', [0, 2])
+def test_data_sets(kind, workers, run, pictures, tmp_path):
+    paths = sorted(pictures.glob('validation/*/*'))
+    names = [str(path) for path in paths]
+    if kind == 'folder':
+        arguments = '--data-dir', pictures
+    elif kind == 'tar':
+        arguments = '--data-dir', write_tars(tmp_path / 'tars', pictures)
+        names = [f'{path.parent.name}/{path.name}' for path in paths]
+    elif kind == 'torch':
+        arguments = '--dataset', 'torch/image_folder', '--data-dir', pictures
+    elif kind == 'hfds':
+        arguments = '--dataset', f'hfds/{write_parquet(tmp_path / "parquet", pictures, 1)}', '--data-dir', tmp_path / 'x'
+        names = [path.name for path in paths]
+    else:
+        arguments = '--dataset', 'wds/x', '--data-dir', write_shards(tmp_path / 'shards', pictures, 1)
+        names = [str(number) for number in range(len(paths))]
+    records = predicted(tmp_path, '--checkpoint', run[0], *arguments, '-b', 5, '-j', workers)
+    expected = expected_of(run[1], paths)
+    for record, name in zip(expected, names, strict=True):
+        record['filename'] = name
+    assert_same([r | {'filename': r['filename'].removeprefix('./')} for r in records], expected)
+
+
+def test_unreadable_picture_of_a_data_set(run, tmp_path, caplog):
+    images = write_images(tmp_path / 'images', train=1, validation=2)
+    bad = images / 'validation' / 'green' / '1.png'
+    bad.write_bytes(b'words')
+    good = [path for path in sorted(images.glob('validation/*/*')) if path != bad]
+    records = predicted(tmp_path, '--checkpoint', run[0], '--data-dir', images, status=1)
+    assert_same(records, expected_of(run[1], good))
+    assert caplog.messages[-2:] == ['1 of 6 images failed:', f"  cannot read the image '{bad}'; remove or replace it"]
+
+
+@pytest.mark.parametrize('arguments, message', [
+    ((), 'name pictures or folders of them, or a data set with --dataset and --data-dir'),
+    (('a.png', '--data-dir', '.'), 'name pictures or folders of them, or a data set'),
+    (('a.png', '--checkpoint', 'run'), "there is no file or folder 'a.png'"),
+    (('empty', '--checkpoint', 'run'), "there are no images in 'empty'"),
+    (('good.png',), 'name a model with --model, or a checkpoint of train.py with --checkpoint'),
+    (('good.png', '--model', 'test_resnet'),
+     "--model 'test_resnet' alone has random weights: add --pretrained, or --checkpoint FILE"),
+    (('good.png', '--model', 'test_resnetx', '--pretrained'), "unknown model 'test_resnetx'"),
+    (('good.png', '--model', 'none.onnx'), "--model 'none.onnx': there is no such file"),
+    (('good.png', '--checkpoint', 'x.onnx'), 'give it as --model'),
+    (('good.png', '--checkpoint', 'none'), "there is no file 'none'"),
+    (('good.png', '--checkpoint', 'empty'), "in 'empty': give the output folder of a run"),
+    (('good.png', '--checkpoint', 'run', '--topk', '0'), '--topk 0: must be positive'),
+    (('good.png', '--checkpoint', 'run', '-b', '0'), '--batch-size 0: must be positive'),
+    (('good.png', '--checkpoint', 'run', '-j', '-1'), '--workers -1: must not be negative'),
+    (('good.png', '--checkpoint', 'run', '--device', 'tpu9'), "--device 'tpu9'"),
+    (('good.png', '--checkpoint', 'run', '--img-size', '0'), '--img-size must be one or two positive numbers, got 0'),
+    (('good.png', '--checkpoint', 'run', '--results-file', 'x.xls'),
+     "--results-file to 'x.xls': its name must end in one of csv, json, jsonl, parquet"),
+    (('good.png', '--checkpoint', 'run', '--results-file', 'no/x.csv'), "there is no folder 'no'"),
+    (('good.png', '--checkpoint', 'run', '--results-format', 'parquet'), 'needs a --results-file'),
+    (('good.png', '--checkpoint', 'run', '--embeddings', 'x.csv'), 'its name must end in one of npz, parquet'),
+    (('good.png', '--checkpoint', 'run', '--embeddings', 'x.npz', '--results-file', 'x.csv'), 'leave out'),
+    (('--checkpoint', 'run', '--data-dir', 'none'), "--data-dir 'none' does not exist"),
+    (('--checkpoint', 'run', '--dataset', 'x', '--data-dir', '.'), "--dataset 'x': must be PREFIX/NAME"),
+    (('--checkpoint', 'run', '--data-dir', '.', '--split', 'x'), "put each into a folder"),
+])
+def test_bad_arguments(arguments, message, run, pictures, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'empty').mkdir()
+    shutil.copy(run[0], 'run')
+    shutil.copy(next(pictures.rglob('*.png')), 'good.png')
+    assert predict(*arguments) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert {path.name for path in tmp_path.iterdir()} == {'empty', 'run', 'good.png'}
+
+
+def test_parquet_without_its_package(run, pictures, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, 'pyarrow.parquet', None)
+    for option in ('--results-file', '--embeddings'):
+        assert predict(pictures, '--checkpoint', run[0], option, tmp_path / 'x.parquet') == 2
+        assert f"{option} '{tmp_path}/x.parquet' needs pyarrow: pip install 'flatten_zoo[parquet]'" in (
+            capsys.readouterr().err)
+
+
+def test_networks_that_give_no_classes(pictures, tmp_path, capsys, caplog):
+    path = tmp_path / 'last.pth.tar'
+    model = write_run(path, num_classes=0)
+    picture = next(pictures.rglob('*.png'))
+    assert predict('--checkpoint', path, picture) == 2
+    assert 'has no classes: --embeddings FILE writes its features' in capsys.readouterr().err
+    assert predict('--checkpoint', path, picture, '--embeddings', tmp_path / 'x.npz') == 0
+    np.testing.assert_allclose(np.load(tmp_path / 'x.npz')['embedding'], outputs_of(model, [picture]), atol=1e-4)
+    weights = {key: value * float('nan') for key, value in write_run(path).state_dict().items()}
+    write_run(path, state_dict=weights)
+    assert predict('--checkpoint', path, picture) == 1
+    assert caplog.messages[-1] == f"  '{picture}' gives values that are infinite or not a number"
+
+
+def test_ctrl_c_leaves_nothing(run, pictures, tmp_path, monkeypatch, caplog):
+    def interrupted(self, images):
+        os.kill(os.getpid(), signal.SIGINT)
+        return torch.zeros(len(images), 3)
+
+    monkeypatch.setattr(Network, '__call__', interrupted)
+    path = tmp_path / 'x.csv'
+    assert predict(pictures, '--checkpoint', run[0], '-b', 2, '-j', 0, '--results-file', path) == 130
+    assert caplog.messages[-1] == 'interrupted: nothing is written' and not path.exists()

@@ -103,7 +103,7 @@ def _run_over(dataset: Dataset, network: Network, args: argparse.Namespace) -> t
             failures += unreadable
             if not names:
                 continue
-            outputs = network.run(images)
+            outputs = network(images)
             finite = outputs.isfinite().all(1)
             failures += [f"'{name}' gives values that are infinite or not a number"
                          for name in itertools.compress(names, ~finite)]

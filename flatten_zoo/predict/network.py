@@ -54,6 +54,14 @@ class Network:
         self.config |= {key: adapt_to_chs(self.config[key], channels) for key in ('mean', 'std')}
         self.mode = IMAGE_MODES[channels]
 
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        outputs = self.run(images)
+        shape = tuple(outputs.shape[1:])
+        if len(shape) != 1 or self.labels and shape[0] != len(self.labels):
+            expected = f'scores of {len(self.labels)} classes' if self.labels else 'one vector of features'
+            raise UsageError(f'{self.origin} gives values of shape {shape} for an image, not {expected}')
+        return outputs
+
 
 def open_network(
         name: str | None,
@@ -134,7 +142,7 @@ def _exported(path: Path, img_size: Sequence[int] | None, features: bool) -> Net
             **{key: about['preprocessing'][key] for key in PREPROCESSING}}
         check_settings({**config, 'num_classes': classes}, source)
         weights = str(about['weights'])
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as e:
         raise UsageError(f"--model '{path}': {source} beside it does not describe it: {first_line(e)}; "
                          f'write both with `flatten-zoo export`') from e
     if weights == 'untrained':
