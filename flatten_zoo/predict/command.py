@@ -7,7 +7,7 @@ from timm.data import create_transform
 from torch.utils.data import Dataset, IterableDataset
 from tqdm import tqdm
 
-from ..errors import UsageError
+from ..errors import UsageError, printable
 from ..tables import as_text
 from ..training.data.loaders import open_dataset
 from ..training.loop.model import resolve_device
@@ -105,7 +105,7 @@ def _run_over(dataset: Dataset, network: Network, args: argparse.Namespace) -> t
                 continue
             outputs = network(images)
             finite = outputs.isfinite().all(1)
-            failures += [f"'{name}' gives values that are infinite or not a number"
+            failures += [f"'{printable(name)}' gives values that are infinite or not a number"
                          for name in itertools.compress(names, ~finite)]
             names, outputs = list(itertools.compress(names, finite)), outputs[finite]
             records += (

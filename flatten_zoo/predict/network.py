@@ -11,7 +11,7 @@ from timm.data.loader import adapt_to_chs
 from timm.models import split_model_name_tag
 from torch import nn
 
-from ..errors import UsageError, first_line
+from ..errors import UsageError, first_line, printable
 from ..export import build, check_onnx_packages, description_of, load_onnx
 from ..models.build import two_sides
 from ..models.recorded import check_settings
@@ -127,39 +127,36 @@ def _exported(path: Path, img_size: Sequence[int] | None, features: bool) -> Net
     check_onnx_packages(f"--model '{path}'")
     if not path.is_file():
         raise UsageError(f"--model '{path}': there is no such file")
-    description = description_of(path)
-    source = f"'{description}'"
+    source = f"'{description_of(path)}'"
     try:
-        about = json.loads(description.read_text())
-        _, channels, *sides = about['input']['shape']
-        one_by_one = isinstance(about['input']['shape'][0], int)
+        about = json.loads(description_of(path).read_text(encoding='utf-8'))
+        batch, channels, *sides = about['input']['shape']
         dtype = {'float32': torch.float32, 'float16': torch.float16}[about['input']['dtype']]
         output = about['outputs'][0]
         classes = output.get('classes', 0)
+        config = {'input_size': (channels, *about['input']['size']), 'num_classes': classes}
+        config |= {key: about['preprocessing'][key] for key in PREPROCESSING}
+        check_settings(config, source)
         tag = split_model_name_tag(about['model'])[1]
-        config = {
-            'input_size': (channels, *about['input']['size']),
-            **{key: about['preprocessing'][key] for key in PREPROCESSING}}
-        check_settings({**config, 'num_classes': classes}, source)
-        weights = str(about['weights'])
+        weights = printable(about['weights'])
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as e:
         raise UsageError(f"--model '{path}': {source} beside it does not describe it: {first_line(e)}; "
                          f'write both with `flatten-zoo export`') from e
     if weights == 'untrained':
         raise UsageError(f"--model '{path}' has random weights: export it with --pretrained or --checkpoint FILE")
-    if features != (output['name'] == 'embedding'):
+    if features != (output['name'] == 'embedding') or not features and not classes:
         what = 'one vector of features' if features else 'class scores'
         raise UsageError(f"--model '{path}' gives '{output['name']}', not {what}")
     if img_size:
         config['input_size'] = (channels, *two_sides(img_size))
-        if any(isinstance(own, int) and own != asked for own, asked in zip(sides, two_sides(img_size), strict=True)):
+        if any(isinstance(side, int) for side in sides) and list(two_sides(img_size)) != sides:
             raise UsageError(f"--img-size: '{path}' takes images of {' × '.join(map(str, sides))} only")
     session = load_onnx(path)
 
     def run(images: torch.Tensor) -> torch.Tensor:
-        images = images.to(dtype)
+        at_once = 1 if isinstance(batch, int) else len(images)
         try:
-            return torch.cat([session(part)[0] for part in images.split(1 if one_by_one else len(images))]).float()
+            return torch.cat([session(part)[0] for part in images.to(dtype).split(at_once)]).float()
         except Exception as e:  # what runtimes raise is theirs
             raise UsageError(f"'{path}' does not run on images of {tuple(images.shape)}: {first_line(e)}") from e
 

@@ -13,6 +13,8 @@ from ..training.data.folders import Split
 
 __all__ = ['Batch', 'Files', 'batches', 'find_pictures']
 
+NARROWEST = 1000  # sides of a picture to each other; the shorter is brought to the network's size
+
 Transform = Callable[[Image.Image], torch.Tensor]
 Batch = tuple[list[str], torch.Tensor | None, list[str]]  # names, images B × C × H × W, and what could not be read
 
@@ -29,7 +31,7 @@ def find_pictures(sources: Sequence[Path]) -> list[Path]:
             split = Split(str(source), suffixes=None)
             paths += sorted(path for path in _files(source) if split.is_image(os.path.relpath(path, source)))
             split.say_left_out()
-        elif source.exists():
+        elif source.is_file():
             paths.append(source)
         else:
             raise UsageError(f"there is no file or folder '{source}'")
@@ -71,6 +73,8 @@ class Files(Dataset):
             image = open_image(self.paths[index], self.mode)
         except IMAGE_ERRORS as e:
             raise UsageError(f"cannot read '{self.paths[index]}': {first_line(e)}") from e
+        if max(image.size) > NARROWEST * min(image.size):
+            raise UsageError(f"'{self.paths[index]}' is too narrow: {image.width} × {image.height}")
         return self.transform(image), None
 
     def name(self, index: int) -> str:
