@@ -8,6 +8,7 @@ import argparse
 import ast
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -265,13 +266,15 @@ def predict(parser: argparse.ArgumentParser) -> Command:
     group = parser.add_argument_group('data set, in place of pictures')
     group.add_argument('--dataset', default='', metavar='NAME', help='PREFIX/NAME, as for train.py')
     group.add_argument('--data-dir', metavar='DIR', help='folder (or tar file) of the data')
-    group.add_argument('--split', default='validation', metavar='NAME', help='(default: validation)')
+    group.add_argument('--split', default='validation', metavar='NAME', help='of the data (default: validation)')
     group.add_argument('--dataset-download', action='store_true', help='download the data if its source allows it')
     group.add_argument('--input-key', metavar='KEY', help='name of the image in a record')
     group.add_argument('--target-key', metavar='KEY', help='name of the class in a record')
     group = parser.add_argument_group('running')
     group.add_argument('-b', '--batch-size', type=int, default=64, metavar='N', help='images per batch (default: 64)')
-    group.add_argument('-j', '--workers', type=int, default=4, metavar='N', help='that read images (default: 4)')
+    group.add_argument(
+        '-j', '--workers', type=int, default=min(4, os.cpu_count() or 1), metavar='N',
+        help='processes that read images (default: 4, but no more than there are cores)')
     group.add_argument('--device', default='cuda', help='where to run (default: cuda, or the CPU if there is none)')
     group = parser.add_argument_group('results')
     group.add_argument('--topk', type=int, default=5, metavar='K', help='classes for each picture (default: 5)')

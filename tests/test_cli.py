@@ -42,7 +42,7 @@ def test_a_run_script_finds_the_package_whole(tmp_path):
 
 
 @pytest.mark.parametrize('arguments, announcement', [
-    (['complexity', 'ea'], 'measuring …'), (['bench', 'm'], 'measuring …'),
+    (['complexity', 'ea'], 'measuring …'), (['bench', 'm'], 'measuring …'), (['predict', 'a.png'], 'predicting …'),
     (['visualize', 'a.png', '--model', 'm', '-o', 'b.png'], 'drawing a.png with m …'),
     (['export', 'm', '-o', 'm.onnx'], 'exporting m to m.onnx …'), (['list'], '')])
 def test_what_takes_long_is_announced_before_the_imports(arguments, announcement, monkeypatch, capsys):
