@@ -267,6 +267,7 @@ def predict(parser: argparse.ArgumentParser) -> Command:
     group.add_argument('--dataset', default='', metavar='NAME', help='PREFIX/NAME, as for train.py')
     group.add_argument('--data-dir', metavar='DIR', help='folder (or tar file) of the data')
     group.add_argument('--split', default='validation', metavar='NAME', help='of the data (default: validation)')
+    group.add_argument('--num-samples', type=int, metavar='N', help='images, for streams that do not say')
     group.add_argument('--dataset-download', action='store_true', help='download the data if its source allows it')
     group.add_argument('--input-key', metavar='KEY', help='name of the image in a record')
     group.add_argument('--target-key', metavar='KEY', help='name of the class in a record')

@@ -413,6 +413,16 @@ def test_unreadable_picture_of_a_data_set(run, tmp_path, caplog):
     assert caplog.messages[-2:] == ['1 of 6 images failed:', f"  cannot read the image '{bad}'; remove or replace it"]
 
 
+@pytest.mark.parametrize('workers', [0, 2])
+def test_what_a_stream_passes_over_is_counted(workers, run, tmp_path, caplog):
+    images = write_images(tmp_path / 'images', train=1, validation=2)
+    (images / 'validation' / 'green' / '1.png').write_bytes(b'words')
+    shards = '--dataset', 'wds/x', '--data-dir', write_shards(tmp_path / 'shards', images, 1)
+    assert len(predicted(tmp_path, '--checkpoint', run[0], *shards, '-j', workers, status=1)) == 5
+    assert caplog.messages[-1] == (
+        '1 of 6 images are missing: the stream has passed over what it could not read')
+
+
 @pytest.mark.parametrize('arguments, message', [
     ((), 'name pictures or folders of them, or a data set with --dataset and --data-dir'),
     (('a.png', '--data-dir', '.'), 'name pictures or folders of them, or a data set'),
@@ -428,6 +438,7 @@ def test_unreadable_picture_of_a_data_set(run, tmp_path, caplog):
     (('good.png', '--checkpoint', 'empty'), "in 'empty': give the output folder of a run"),
     (('good.png', '--checkpoint', 'run', '--topk', '0'), '--topk 0: must be positive'),
     (('good.png', '--checkpoint', 'run', '-b', '0'), '--batch-size 0: must be positive'),
+    (('good.png', '--checkpoint', 'run', '--num-samples', '0'), '--num-samples 0: must be positive'),
     (('good.png', '--checkpoint', 'run', '-j', '-1'), '--workers -1: must not be negative'),
     (('good.png', '--checkpoint', 'run', '--device', 'tpu9'), "--device 'tpu9'"),
     (('good.png', '--checkpoint', 'run', '--img-size', '0'), '--img-size must be one or two positive numbers, got 0'),

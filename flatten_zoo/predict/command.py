@@ -4,7 +4,7 @@ import itertools
 
 import torch
 from timm.data import create_transform
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from ..errors import UsageError, printable
@@ -61,16 +61,20 @@ def run(args: argparse.Namespace) -> int:
         log.info('%d of %d images failed:', len(failures), len(records) + len(failures))
         for failure in failures:
             log.info('  %s', failure)
-    return int(bool(failures))
+    lost = len(dataset) - len(records) - len(failures)
+    if lost > 0:
+        log.info('%d of %d images are missing: the stream has passed over what it could not read', lost, len(dataset))
+    return int(bool(failures) or lost > 0)
 
 
 def _check(args: argparse.Namespace) -> str:
     """The format of the results; raises a `UsageError` for what can be seen to be wrong at once."""
     if bool(args.images) == bool(args.dataset or args.data_dir):
         raise UsageError('name pictures or folders of them, or a data set with --dataset and --data-dir')
-    for option in ('batch_size', 'topk'):
-        if getattr(args, option) < 1:
-            raise UsageError(f'--{option.replace("_", "-")} {getattr(args, option)}: must be positive')
+    for option in ('batch_size', 'topk', 'num_samples'):
+        value = getattr(args, option)
+        if value is not None and value < 1:
+            raise UsageError(f'--{option.replace("_", "-")} {value}: must be positive')
     if args.workers < 0:
         raise UsageError(f'--workers {args.workers}: must not be negative')
     if args.embeddings:
@@ -89,15 +93,14 @@ def _dataset(args: argparse.Namespace, network: Network) -> Dataset:
     for name in ('dataset', 'data_dir', 'dataset_download', 'input_key', 'target_key'):
         setattr(options, name, getattr(args, name))
     return open_dataset(
-        options, args.split, network.config['input_size'][0], args.batch_size, num_samples=None, alone_is_fine=True)
+        options, args.split, network.config['input_size'][0], args.batch_size, args.num_samples, alone_is_fine=True)
 
 
 def _run_over(dataset: Dataset, network: Network, args: argparse.Namespace) -> tuple[list[Record], list[str]]:
     """What there is to say of each picture, and why there is nothing of some."""
     records, failures = [], []
     loader = batches(dataset, create_transform(**network.config), args.batch_size, args.workers)
-    total = None if isinstance(dataset, IterableDataset) else len(dataset)
-    with torch.inference_mode(), tqdm(total=total, unit='image', leave=False, disable=None) as bar:
+    with torch.inference_mode(), tqdm(total=len(dataset), unit='image', leave=False, disable=None) as bar:
         for names, images, unreadable in until_interrupted(loader, in_step=False):
             bar.update(len(names) + len(unreadable))
             failures += unreadable
