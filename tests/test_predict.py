@@ -30,16 +30,16 @@ SMALL = {'img_size': 32, 'depths': (1, 1, 1, 1), 'embed_dims': (16, 32, 40, 64)}
 NAMES = ['café', 'dog, with a comma', '=emu']
 
 
-def write_run(path, num_classes=3, name='test_resnet', **changes):
+def write_run(path, num_classes=3, name='test_resnet', in_chans=3, **changes):
     """A checkpoint as a run of train.py writes it; its size is not the model's own."""
     torch.manual_seed(0)
     kwargs = changes.pop('kwargs', {})
-    model = timm.create_model(name, num_classes=num_classes, **kwargs).eval()
+    model = timm.create_model(name, num_classes=num_classes, in_chans=in_chans, **kwargs).eval()
     for parameter in model.parameters():  # so that images differ
         parameter.data += 0.05 * torch.randn_like(parameter)
     args = {
-        'img_size': 32, 'crop_pct': 0.7, 'crop_mode': 'center', 'mean': [0.4, 0.5, 0.6], 'std': [0.2, 0.3, 0.4],
-        'interpolation': 'nearest'}
+        'img_size': 32, 'in_chans': in_chans, 'crop_pct': 0.7, 'crop_mode': 'center', 'mean': [0.4, 0.5, 0.6][:in_chans],
+        'std': [0.2, 0.3, 0.4][:in_chans], 'interpolation': 'nearest'}
     torch.save({
         'arch': name, 'state_dict': model.state_dict(), 'label_names': NAMES,
         'args': {**args, 'model_kwargs': kwargs}, **changes}, path)
@@ -235,6 +235,7 @@ INDICES = ['0', '1', '2']
     ({'label_names': ('n1', 'n2', 'n3'), 'label_descriptions': {'n1': 'cat', 'n2': 'dog', 'n3': 'emu'}},
      ['cat', 'dog', 'emu']),
     ({'label_names': {'2': 'c', '0': 'a'}}, ['a', '1', 'c']),
+    ({'label_names': ['a', 'b', 'c'], 'label_descriptions': {'a': 1, 'b': '', 'c': ['x']}}, ['1', '', "['x']"]),
     ({'label_names': ['a\x1b[2J', 'b\nc', 'd\u202ee']}, ['a\\x1b[2J', 'b\\nc', 'd\\u202ee']),
     ({'label_names': ['a', 'b']}, INDICES),
     ({'label_names': ['a', 'b', 'c', 'd']}, INDICES),
@@ -315,6 +316,17 @@ def test_kinds_of_pictures(run, tmp_path):
     assert prob['deep.png'] == pytest.approx(prob['grey.png'], abs=1e-6) != pytest.approx(prob['a.png'], abs=1e-6)
 
 
+def test_network_for_one_channel(pictures, tmp_path):
+    model = write_run(tmp_path / 'last.pth.tar', in_chans=1)
+    picture = next(pictures.rglob('*.png'))
+    grey = create_transform(
+        (1, 32, 32), crop_pct=0.7, mean=(0.4,), std=(0.2,), interpolation='nearest')(open_image(picture, 'L'))
+    record, = predicted(tmp_path, '--checkpoint', tmp_path / 'last.pth.tar', picture)
+    with torch.no_grad():
+        expected = model(grey[None]).softmax(1)[0]
+    assert record['prob'] == pytest.approx(expected.sort(descending=True).values.tolist(), abs=1e-5)
+
+
 @pytest.mark.parametrize('workers', [0, 2])
 def test_unreadable_pictures_are_named_and_the_others_kept(run, tmp_path, caplog, workers):
     root = write_kinds(tmp_path / 'kinds')
@@ -365,7 +377,7 @@ def test_names_that_are_hard_to_write(run, pictures, tmp_path, capsys):
     names = ['a\nb.png', 'c\x1b[2J.png', os.fsdecode(b'd\xff.png'), 'e\u202e.png']
     for name in names:
         shutil.copy(next(pictures.rglob('*.png')), tmp_path / name)
-    written = [f'{tmp_path}/{name}' for name in names[:2] + ['d\\xff.png'] + names[3:]]
+    written = [f'{tmp_path}/{name}' for name in names[:2] + ['d\\udcff.png'] + names[3:]]
     arguments = '--checkpoint', run[0], '--topk', 1, tmp_path
     for format, read in READERS.items():
         path = tmp_path / f'new.{format}'

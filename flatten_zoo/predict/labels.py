@@ -25,7 +25,7 @@ def class_labels(cfg: Mapping[str, Any], num_classes: int) -> list[str]:
         num_classes: Number of classes.
     """
     mapper = DatasetInfoLabelMapper(_dataset_info(cfg, num_classes), fallback_format='{index}')
-    return [printable(mapper(index)) for index in range(num_classes)]
+    return [printable(str(mapper(index))) for index in range(num_classes)]
 
 
 def _dataset_info(cfg: Mapping[str, Any], num_classes: int) -> CustomDatasetInfo | ImageNetInfo:

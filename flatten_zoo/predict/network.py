@@ -36,11 +36,11 @@ class Network:
     """What maps images to class scores or features.
 
     Attributes:
-        run: From normalised images B × C × H × W on any device to scores B × classes or features B × channels, in
-            float32 on the CPU.
+        run: From normalised images B × C × H × W to scores B × classes or features B × channels, in float32 on the
+            CPU as they are.
         config: Preprocessing, as `timm.data.create_transform` takes it.
         labels: Names of the classes; empty for features.
-        origin: Where the weights come from, in words.
+        origin: What it is, and where its weights come from, in words.
     """
     run: Callable[[torch.Tensor], torch.Tensor]
     config: dict[str, Any]

@@ -78,7 +78,7 @@ class Files(Dataset):
         return self.transform(image), None
 
     def name(self, index: int) -> str:
-        return os.fsencode(self.paths[index]).decode(errors='backslashreplace')
+        return str(self.paths[index])
 
 
 class _Attempts(Dataset):
@@ -91,10 +91,11 @@ class _Attempts(Dataset):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> tuple[str, torch.Tensor | str]:
+        name = self.dataset.name(index).encode(errors='backslashreplace').decode()  # files need not be in UTF-8
         try:
-            return self.dataset.name(index), self.dataset[index][0]
+            return name, self.dataset[index][0]
         except UsageError as e:
-            return '', str(e)
+            return name, str(e)
 
 
 class _Numbered(IterableDataset):
