@@ -38,8 +38,8 @@ def write_run(path, num_classes=3, name='test_resnet', in_chans=3, **changes):
     for parameter in model.parameters():  # so that images differ
         parameter.data += 0.05 * torch.randn_like(parameter)
     args = {
-        'img_size': 32, 'in_chans': in_chans, 'crop_pct': 0.7, 'crop_mode': 'center', 'mean': [0.4, 0.5, 0.6][:in_chans],
-        'std': [0.2, 0.3, 0.4][:in_chans], 'interpolation': 'nearest'}
+        'img_size': 32, 'in_chans': in_chans, 'crop_pct': 0.7, 'crop_mode': 'center', 'interpolation': 'nearest',
+        'mean': [0.4, 0.5, 0.6][:in_chans], 'std': [0.2, 0.3, 0.4][:in_chans]}
     torch.save({
         'arch': name, 'state_dict': model.state_dict(), 'label_names': NAMES,
         'args': {**args, 'model_kwargs': kwargs}, **changes}, path)
@@ -148,10 +148,10 @@ def test_embeddings_are_pooled_features(name, kwargs, format, pictures, tmp_path
 
 @pytest.mark.parametrize('source', ['folder', 'address'])
 def test_where_a_run_goes_its_classes_and_preprocessing_go(source, pictures, tmp_path):
-    """As the run's output folder, and converted: the same predictions."""
+    """As the run's output folder, and converted: the same predictions, at the run's size, not the model's test size."""
     path, folder = tmp_path / 'model_best.pth.tar', tmp_path / 'hub'
     arguments = ['--checkpoint', tmp_path]
-    model = write_run(path, name='flatten_pvt_v2_b0', kwargs=SMALL)
+    model = write_run(path, name='ea_resnet50', kwargs={'layers': (1, 1, 1, 1), 'base_width': 8})
     if source == 'address':
         assert main(['convert', str(path), '-o', str(folder)]) == 0
         arguments = ['--model', f'local-dir:{folder}']
