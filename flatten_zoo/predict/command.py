@@ -43,13 +43,13 @@ def run(args: argparse.Namespace) -> int:
     """
     setup_logging()
     format = _check(args)
-    files = find_pictures(args.images) if args.images else []
-    network = open_network(
-        args.model, args.pretrained, args.checkpoint, args.img_size, resolve_device(args.device),
-        features=bool(args.embeddings))
-    dataset = Files(files, network.mode) if files else _dataset(args, network)
-    log.info('%s, images of %d × %d', network.origin, *network.config['input_size'][1:])
     try:
+        files = find_pictures(args.images)
+        network = open_network(
+            args.model, args.pretrained, args.checkpoint, args.img_size, resolve_device(args.device),
+            features=bool(args.embeddings))
+        dataset = Files(files, network.mode) if args.images else _dataset(args, network)
+        log.info('%s, images of %d × %d', network.origin, *network.config['input_size'][1:])
         with interrupts_between_batches():
             records, failures = _run_over(dataset, network, args)
     except KeyboardInterrupt as e:

@@ -23,20 +23,21 @@ def find_pictures(sources: Sequence[Path]) -> list[Path]:
     """Files, each once: those that are named, and the images in folders and theirs, sorted by path within each.
 
     Raises:
-        UsageError: There is no such file, or no image at all.
+        UsageError: There is no such file, or no image in a folder.
     """
     paths = []
     for source in sources:
         if source.is_dir():
             split = Split(str(source), suffixes=None)
-            paths += sorted(path for path in _files(source) if split.is_image(os.path.relpath(path, source)))
+            found = sorted(path for path in _files(source) if split.is_image(os.path.relpath(path, source)))
             split.say_left_out()
+            if not found:
+                raise UsageError(f"there are no images in '{source}'")
+            paths += found
         elif source.is_file():
             paths.append(source)
         else:
             raise UsageError(f"there is no file or folder '{source}'")
-    if not paths:
-        raise UsageError(f"there are no images in '{sources[0]}'")
     return list(dict.fromkeys(paths))
 
 
