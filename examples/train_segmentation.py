@@ -35,7 +35,7 @@ from torchvision.utils import draw_segmentation_masks, make_grid, save_image
 from flatten_zoo.dense import CocoSemantic, SegmentationScores, coco_split, isa_net, segmentation_losses
 from flatten_zoo.errors import UsageError, first_line, report_usage_errors
 from flatten_zoo.files import write_beside
-from flatten_zoo.models.build import check_model_name
+from flatten_zoo.weights.open import check_model_name
 
 DEFAULT_BACKBONES = {'upernet': 'flatten_pvt_v2_b0', 'fpn': 'flatten_pvt_v2_b0', 'isa_net': 'test_resnet'}
 IGNORE = 255

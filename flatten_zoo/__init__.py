@@ -23,4 +23,4 @@ def __getattr__(name: str) -> object:
 
 
 if not _is_command():  # otherwise `cli.main` does it, before it runs a command
-    importlib.import_module('.weights', __name__)  # registers the networks; tells them where official weights are
+    importlib.import_module('.weights', __name__)  # registers the networks

@@ -146,7 +146,7 @@ def info(parser: argparse.ArgumentParser) -> Command:
 
     def run(args: argparse.Namespace) -> None:
         from . import weights
-        from .models.build import check_model_name
+        from .weights.open import check_model_name
         check_model_name(args.model)
         for what, how in weights.describe(args.model):
             print(f'{what:<20}{how}')
@@ -226,9 +226,10 @@ def export(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument('-o', '--output', type=Path, required=True, metavar='FILE', help='OUT.onnx or OUT.pt2')
 
     def run(args: argparse.Namespace) -> None:
-        from .export import build, check_output, description_of, export
+        from .export import check_output, description_of, export
+        from .weights import open_model
         check_output(args.output, args.format, args.force)
-        model, weights = build(
+        model, weights = open_model(
             args.model, args.img_size, args.dynamic in ('size', 'both'), args.pretrained, args.checkpoint)
         difference = export(
             model, args.output, args.task, args.format, args.img_size, args.dynamic, args.half, args.force, weights,

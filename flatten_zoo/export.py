@@ -24,11 +24,10 @@ from ._timm import FeatureGetterNet
 from ._torch import get_decompositions
 from .errors import UsageError, first_line
 from .files import write_beside
-from .models.build import build_model, check_model_name, two_sides
+from .images import two_sides
 from .quantize import agreement, quantize, read_images
-from .weights import load_model
 
-__all__ = ['DYNAMIC', 'FORMATS', 'OPSET', 'OPSETS', 'TASKS', 'build', 'export']
+__all__ = ['DYNAMIC', 'FORMATS', 'OPSET', 'OPSETS', 'TASKS', 'export']
 
 TASKS = ('classification', 'features')
 FORMATS = ('onnx', 'pt2')
@@ -41,47 +40,6 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2}  # of the largest differe
 ONE_FILE = 2 ** 31 - 2 ** 24  # bytes of weights that fit into an ONNX file, which ends at 2 GiB, with their graph
 
 Run = Callable[[torch.Tensor], list[torch.Tensor]]
-
-
-def build(
-        name: str,
-        img_size: Sequence[int] | None = None,
-        dynamic_size: bool = False,
-        pretrained: bool = False,
-        checkpoint: Path | None = None,
-) -> tuple[nn.Module, str]:
-    """A model to export, in inference mode, and where its weights come from.
-
-    Args:
-        name: Any model name of timm.
-        img_size: Side, or height and width, of the images; matters to models that are made for one size.
-        dynamic_size: Of models that are made for one size, make one that takes others.
-        pretrained: Load timm's weights for it.
-        checkpoint: Load this file's weights: the averaged ones where there are any.
-
-    Raises:
-        UsageError: There is no such model, it does not take that size, or the weights can't be had.
-    """
-    if pretrained and checkpoint:
-        raise UsageError('choose one of --pretrained and --checkpoint')
-    check_model_name(name)
-    cfg = timm.get_pretrained_cfg(name)
-    fixed = cfg and cfg.fixed_input_size
-    kwargs = {'dynamic_img_size': True} if fixed and dynamic_size else {}
-    size = {'img_size': two_sides(img_size)} if fixed and img_size else {}
-    if checkpoint:
-        model = load_model(
-            checkpoint, name, use_ema=None, model_kwargs=kwargs, zoo_only=False, allow_non_finite=True, **size)
-        return model.eval(), checkpoint.name
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # random weights, but always the same
-            model = build_model(name, pretrained=pretrained, **kwargs, **size)
-        return model.eval(), 'pretrained' if pretrained else 'untrained'
-    except UsageError:
-        raise
-    except Exception as e:  # sizes that do not fit, no weights, no network
-        raise UsageError(f"cannot build '{name}': {first_line(e)}") from e
 
 
 def export(

@@ -2,12 +2,15 @@
 import contextlib
 import struct
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageOps
 
-__all__ = ['IMAGE_ERRORS', 'eight_bits', 'image_suffixes', 'open_image']
+from .errors import UsageError
+
+__all__ = ['IMAGE_ERRORS', 'eight_bits', 'image_suffixes', 'open_image', 'two_sides']
 
 # What Pillow raises for files that are no pictures or damaged ones, and `eight_bits` for values out of range.
 IMAGE_ERRORS = (EOFError, OSError, SyntaxError, ValueError, struct.error, zlib.error, Image.DecompressionBombError)
@@ -71,3 +74,14 @@ def _scaled(image: Image.Image) -> Image.Image:
             f'its values are from {low:g} to {high:g}, where black is 0 and white {white}; save it with 8 bits')
     values = np.rint(values * (255 / white)).astype(np.uint8)
     return Image.fromarray(255 - values if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO else values)
+
+
+def two_sides(img_size: Sequence[int]) -> tuple[int, int]:
+    """Height and width, from one number or two.
+
+    Raises:
+        UsageError: There are more, or they are not positive.
+    """
+    if len(img_size) > 2 or min(img_size) < 1:
+        raise UsageError(f'--img-size must be one or two positive numbers, got {" ".join(map(str, img_size))}')
+    return img_size[0], img_size[-1]

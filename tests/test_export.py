@@ -18,7 +18,6 @@ from flatten_zoo.cli import main
 from flatten_zoo.errors import UsageError
 from flatten_zoo.export import (
     OPSETS,
-    build,
     check_shapes,
     description_of,
     export,
@@ -28,7 +27,7 @@ from flatten_zoo.export import (
 )
 from flatten_zoo.samples.digits import write_digits
 from flatten_zoo.training.train import main as train
-from flatten_zoo.weights import zoo_models
+from flatten_zoo.weights import open_model, zoo_models
 
 from .test_attention_resnet import seeded
 from .test_flatten_models import FIXED_SIZE, SMALL, create_small, dynamic
@@ -133,7 +132,7 @@ def test_shifted_windows_leave_the_size_open(tmp_path):
 def test_every_model_exports(name, task, tmp_path):
     size = (64, 64)
     for format in ('onnx', 'pt2'):
-        model, _ = build(name, size)
+        model, _ = open_model(name, size)
         path = tmp_path / f'{name}.{format}'
         export(model, path, task, format, size, dynamic='batch')
         network = feature_network(model) if task == 'features' else model
@@ -197,7 +196,7 @@ def write_images(folder, number=8):
 def test_int8(name, options, tmp_path, capsys, monkeypatch):
     """Products with weights have both inputs in 8 bits, with scales as TensorRT wants them; nothing else is rounded."""
     kwargs = {'dynamic_img_size': True} if name in FIXED_SIZE and 'both' in options else {}
-    monkeypatch.setattr(export_module, 'build', lambda *args: (small(name, **kwargs), 'untrained'))
+    monkeypatch.setattr('flatten_zoo.weights.open_model', lambda *args: (small(name, **kwargs), 'untrained'))
     write_images(tmp_path / 'images')
     path = tmp_path / 'model.onnx'
     arguments = ('--img-size', 64, '--int8', tmp_path / 'images', '-o', path)

@@ -170,7 +170,7 @@ def test_what_cannot_be_published(hub, folder):
         with pytest.raises(UsageError, match='--repo'):
             push(folder, repo)
     (folder / 'config.json').write_text(json.dumps({'architecture': 'flatten_pvt_s', 'pretrained_cfg': {}}))
-    with pytest.raises(UsageError, match='cannot be loaded'):
+    with pytest.raises(UsageError, match="does not fit the model 'flatten_pvt_s'"):
         push(folder, REPO)
     (folder / 'config.json').unlink()
     with pytest.raises(UsageError, match=r'no config\.json'):

@@ -381,7 +381,7 @@ def test_models_that_do_not_exist(capsys, images):
     assert "unknown model 'resnet18.nobody'; did you mean resnet18." in refused(
         capsys, images, '--model', 'resnet18.nobody')
     line = refused(capsys, images, '--model-kwargs', 'depth=3')
-    assert "cannot build the model 'test_resnet'" in line
+    assert "cannot build 'test_resnet' --num-classes" in line
     assert "'depth'" in line
 
 
@@ -389,7 +389,7 @@ def test_checkpoints_that_do_not_fit(tmp_path, capsys, images):
     folder = train(tmp_path, images)
     whole = folder / 'last.pth.tar'
     line = refused(capsys, images, '--model', 'test_vit', '--img-size', 64, '--initial-checkpoint', whole)
-    assert f"the checkpoint '{whole}' does not fit the model, it is of 'test_resnet'" in line
+    assert f"'{whole}' of 'test_resnet' does not fit the model 'test_vit': " in line
     half = tmp_path / 'half.pth.tar'
     half.write_bytes(whole.read_bytes()[:100_000])
     assert f"'{half}' is incomplete" in refused(capsys, images, '--initial-checkpoint', half)

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from flatten_zoo import EfficientAttention, visualize
 from flatten_zoo.cli import main
 from flatten_zoo.errors import UsageError
+from flatten_zoo.weights import open_model
 
 from .operators import LargestTensor
 from .test_attention_resnet import seeded
@@ -364,7 +365,7 @@ def test_checkpoint(suffix, photo, tmp_path):
 
 def test_same_picture_every_time_and_no_effect_on_the_random_state(photo):
     state = torch.get_rng_state()
-    (first, _), (second, _) = visualize.build('resnet10t'), visualize.build('resnet10t')
+    (first, _), (second, _) = open_model('resnet10t'), open_model('resnet10t')
     assert torch.equal(first.conv1[0].weight, second.conv1[0].weight)
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -383,7 +384,7 @@ def test_unsuited_checkpoints(photo, tmp_path, capsys):
     save_file({'weight': torch.zeros(2)}, tmp_path / 'other.safetensors')
     (tmp_path / 'broken.pth').write_bytes(b'no checkpoint')
     for name, message in (
-            ('other.safetensors', 'cannot load'), ('broken.pth', 'no checkpoint'), ('none.pth', 'there is no file')):
+            ('other.safetensors', 'does not fit'), ('broken.pth', 'no checkpoint'), ('none.pth', 'there is no file')):
         assert run(photo, tmp_path / 'out.png', 'flatten_pvt_v2_b0', '--checkpoint', tmp_path / name) == 2
         captured = capsys.readouterr().err
         assert message in captured and name in captured and len(captured.splitlines()) == 2

@@ -6,9 +6,9 @@ import torch
 
 from ..errors import UsageError
 from ..export import check_onnx_packages
-from ..models.build import check_model_name
 from ..tables import as_text
 from ..training.loop.model import resolve_device
+from ..weights.open import check_model_name
 from .measuring import bench, family_models
 from .modes import ONNX_MODES, TRAINING_MODES
 from .picture import check_accuracies, plot

@@ -2,17 +2,17 @@
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import timm
 import torch
 from matplotlib.figure import Figure
+from timm.models import resolve_model_input_args
 from torch import nn
 from tqdm import tqdm
 
 from ..errors import UsageError, first_line
 from ..figures import check_picture_path, save_figure
 from ..models.attention_resnet import OPERATORS
-from ..models.build import build_model, check_model_name
 from ..tables import Table
+from ..weights.open import check_model_name, create_model
 from .counting import Measurement, available_memory, count, peak_memory, training_peak_memory
 from .operators import Cost, closed_form
 
@@ -60,8 +60,7 @@ def default_size(name: str) -> int:
     if name in OPERATORS:
         return OPERATOR_SIZE
     check_model_name(name)
-    cfg = timm.get_pretrained_cfg(name)
-    return cfg.input_size[-1] if cfg else 224
+    return resolve_model_input_args(name)['pretrained_cfg']['input_size'][-1]
 
 
 def compare_all(
@@ -226,10 +225,7 @@ def build_at(name: str, size: int, device: str | torch.device) -> tuple[nn.Modul
     if name in OPERATORS:
         operator = OPERATORS[name](OPERATOR_DIM, device=device).eval()
         return operator.requires_grad_(False), (1, OPERATOR_DIM, size, size)
-    check_model_name(name)
-    cfg = timm.get_pretrained_cfg(name)
-    kwargs = {'img_size': size} if cfg and cfg.fixed_input_size else {}
-    model = build_model(name, device=device, **kwargs).eval().requires_grad_(False)
+    model = create_model(name, img_size=size, given=f' at size {size}', device=device).eval().requires_grad_(False)
     return model, (1, model.pretrained_cfg['input_size'][0], size, size)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..layers import InterlacedSparseAttention
 from ..layers.folding import make_norms_foldable
-from ..models.build import check_model_name
+from ..weights.open import check_model_name
 
 __all__ = ['ISANet', 'isa_net']
 

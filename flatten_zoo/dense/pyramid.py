@@ -10,10 +10,9 @@ from torch.nn import functional as F
 from torchvision.ops import FeaturePyramidNetwork
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
-from ..errors import UsageError, first_line
 from ..models._features import check_out_indices
 from ..models.attention_resnet import OPERATORS
-from ..models.build import build_model
+from ..weights.open import create_model
 
 __all__ = [
     'LEVELS', 'PyramidBackbone', 'SimpleFeaturePyramid', 'build_body', 'freeze_norms', 'freeze_stages',
@@ -162,15 +161,9 @@ def build_body(name: str, pretrained: bool = False, **kwargs) -> nn.Module:
     Raises:
         UsageError: There is no such model or argument, or the network takes images of one size alone.
     """
-    try:
-        body = build_model(name, pretrained=pretrained, features_only=True, **kwargs)
-    except (AssertionError, IndexError) as e:  # the ways that timm refuses indices
-        if 'out_indices' not in kwargs:
-            raise
-        raise UsageError(f"model '{name}': out_indices {kwargs['out_indices']!r}: {first_line(e)}") from e
-    if body.pretrained_cfg['fixed_input_size'] and not kwargs.keys() & {'img_size', 'dynamic_img_size'}:
-        body = build_model(name, pretrained=pretrained, features_only=True, dynamic_img_size=True, **kwargs)
-    return body
+    given = f" with out_indices {kwargs['out_indices']!r}" if 'out_indices' in kwargs else ''
+    return create_model(
+        name, dynamic_size='img_size' not in kwargs, given=given, pretrained=pretrained, features_only=True, **kwargs)
 
 
 def pyramid_stages(body: nn.Module) -> list[Stage]:

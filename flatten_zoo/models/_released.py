@@ -1,6 +1,5 @@
 """The released models: where their official weights are, what these reach, and how `pretrained=True` gets them."""
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +9,7 @@ from torch import nn
 from ..errors import UsageError
 
 __all__ = [
-    'RELEASES', 'TAG', 'Release', 'build_released_model', 'fetch_official_weights_with', 'hub_repository',
-    'official_url', 'use_hub',
+    'RELEASES', 'TAG', 'Release', 'build_released_model', 'hub_repository', 'official_url', 'use_hub',
 ]
 
 TAG = 'leaplab_in1k'
@@ -77,26 +75,14 @@ def _is_official(url: str | tuple[str, str] | None) -> bool:
     return isinstance(url, (tuple, list))  # timm itself loads plain addresses alone
 
 
-Fetch = Callable[[PretrainedCfg, str | Path | None], Path]
-_fetch: Fetch | None = None
-
-
-def fetch_official_weights_with(fetch: Fetch) -> None:
-    """Set how official weights get here. The networks don't know; `flatten_zoo.weights` does, and tells them.
-
-    Args:
-        fetch: Maps a pretrained configuration and the `cache_dir` to a file that timm can load for this model.
-    """
-    global _fetch
-    _fetch = fetch
-
-
 def _weights_source(cfg: PretrainedCfg, cache_dir: str | Path | None) -> dict:
     """What to overlay on a pretrained configuration for timm to find its weights; timm's own sources come first."""
     if cfg.state_dict or cfg.file or cfg.hf_hub_id or not _is_official(cfg.url):
         return {}
-    repository = hub_repository(cfg)
-    return {'hf_hub_id': repository} if repository else {'file': str(_fetch(cfg, cache_dir))}
+    if repository := hub_repository(cfg):
+        return {'hf_hub_id': repository}
+    from ..weights import official_weights  # only here, and late: reading and converting files builds on the networks
+    return {'file': str(official_weights(cfg, cache_dir))}
 
 
 def build_released_model(

@@ -7,7 +7,8 @@ for its callers, is not for a file to say.
 import functools
 import inspect
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from .._timm import load_model_config_from_path
 from ..errors import UsageError, first_line
 
 __all__ = [
-    'check_arguments', 'check_config', 'check_model', 'check_plain', 'check_settings', 'check_size', 'meta_model',
-    'shown',
+    'building', 'check_arguments', 'check_config', 'check_model', 'check_plain', 'check_settings', 'check_size',
+    'meta_model', 'shown',
 ]
 
 FACTORY = {  # arguments of timm's factory, or of where a network lives
@@ -184,6 +185,24 @@ def check_size(model: nn.Module, held: int, source: str) -> None:
         raise UsageError(f'{source} of {held} bytes records a network of {needed} bytes, which it cannot hold')
 
 
+@contextmanager
+def building(what: str) -> Iterator[None]:
+    """Turn what goes wrong while a model is built into a `UsageError`.
+
+    This is the one place that catches whatever comes: it runs the code of any network of timm, or of anyone who has
+    registered one, with any arguments, and the code that gets configurations and weights from anywhere.
+
+    Args:
+        what: The model, and what was asked for, for the error.
+    """
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as e:
+        raise UsageError(f'cannot build {what}: {first_line(e)}') from e
+
+
 def meta_model(**arguments) -> nn.Module:
     """`timm.create_model` without memory or computation: all tensors on the 'meta' device."""
     with torch.device('meta'):
@@ -202,31 +221,27 @@ def check_config(address: str) -> None:
     kind, location = parse_model_name(address)
     source = f"the config.json of '{location}'"
     held = 2 ** 33
-    try:
+    with building(f"'{address}'"):
         if kind == 'local-dir':
             held = _bytes_of_weights(Path(location)) or 2 ** 30
             cfg, architecture, arguments = load_model_config_from_path(location)
         else:
             cfg, architecture, arguments = load_model_config_from_hf(location)
-    except Exception as e:  # no file, no network, no JSON, no such entries
-        raise UsageError(f"model '{address}': {first_line(e)}") from e
     check_model(architecture, source)
     check_settings(cfg, source)
     for key, value in cfg.items():
         if not _is_text_or_numbers(value):
             raise UsageError(f'{source} records {shown(key)} = {shown(value)}; expected text and numbers')
     check_arguments(architecture, arguments, f'{source}: model_args')
-    try:
+    with building(f"'{address}'"):
         model = meta_model(model_name=address)
-    except Exception as e:  # whatever arguments can do to each other
-        raise UsageError(f"cannot build '{address}': {first_line(e)}") from e
     check_size(model, held, source)
 
 
 def _bytes_of_weights(folder: Path) -> int:
     config = folder / 'config.json'
     if config.is_file() and config.stat().st_size > LARGEST_CONFIG:
-        raise UsageError(f'its config.json has {config.stat().st_size} bytes')
+        raise UsageError(f"'{config}' has {config.stat().st_size} bytes, which no configuration has")
     return sum(path.stat().st_size for path in folder.iterdir() if path.suffix in WEIGHTS)
 
 

@@ -12,23 +12,17 @@ from timm.models import split_model_name_tag
 from torch import nn
 
 from ..errors import UsageError, first_line, printable
-from ..export import build, check_onnx_packages, description_of, load_onnx
-from ..models.build import two_sides
+from ..export import check_onnx_packages, description_of, load_onnx
+from ..images import two_sides
 from ..models.recorded import check_settings
 from ..training.output.checkpoints import run_checkpoint
-from ..weights import load_model
+from ..weights import open_model
 from .labels import class_labels
 
 __all__ = ['Network', 'open_network']
 
 IMAGE_MODES = {1: 'L', 3: 'RGB'}  # by the channels that a network takes
 PREPROCESSING = ('mean', 'std', 'interpolation', 'crop_pct', 'crop_mode')
-
-
-def open_model(name, img_size, pretrained, checkpoint):  # until there is one door
-    if checkpoint and not name:
-        return load_model(checkpoint, use_ema=None, zoo_only=False, allow_non_finite=True).eval(), checkpoint.name
-    return build(name, img_size, pretrained=pretrained, checkpoint=checkpoint)
 
 
 @dataclass

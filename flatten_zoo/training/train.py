@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, IterableDataset
 from tqdm import tqdm
 
 from flatten_zoo.errors import UsageError
+from flatten_zoo.weights.open import load_weights
 
 from .continuing import find_resumed, first_epoch, resume
 from .data.loaders import class_names, evaluation_loader, input_config, mixup_arguments, open_splits, training_loader
@@ -30,7 +31,7 @@ from .loop.precision import Numerics
 from .loop.trainer import Trainer, evaluate
 from .options.arguments import check_files, check_train_options, recorded_options, train_parser
 from .options.parser import write_options_file
-from .output.checkpoints import BEST, LAST, Checkpoints, last_checkpoint, load_weights, read_saved, remove_unfinished
+from .output.checkpoints import BEST, LAST, Checkpoints, last_checkpoint, read_saved, remove_unfinished
 from .output.logs import log, setup_logging
 from .output.summary import (
     draw_curves,

@@ -18,6 +18,7 @@ from flatten_zoo.errors import UsageError
 from flatten_zoo.files import write_beside
 from flatten_zoo.models import RELEASES
 from flatten_zoo.models._released import TAG
+from flatten_zoo.weights.open import load_weights
 
 from .data.imagenet_labels import LabelledEvaluator, read_real_labels, read_valid_labels
 from .data.loaders import check_classes, evaluation_loader, input_config, open_dataset
@@ -26,7 +27,7 @@ from .loop.precision import Numerics
 from .loop.trainer import evaluate
 from .options.arguments import check_validate_options, recorded_options, train_parser, validate_parser
 from .options.parser import OptionParser
-from .output.checkpoints import load_weights, run_checkpoint
+from .output.checkpoints import run_checkpoint
 from .output.logs import log, setup_logging
 from .output.summary import figures_text
 from .processes.distributed import as_one, check_alone

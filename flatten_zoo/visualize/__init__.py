@@ -16,10 +16,10 @@ from .reading import (
     read_attention,
     read_energy,
 )
-from .rendering import build, load_picture, render
+from .rendering import load_picture, render
 
 __all__ = [
-    'DEFAULT_POINTS', 'EnergyMaps', 'Form', 'GlobalMaps', 'QueryMaps', 'attention_layers', 'build', 'draw',
+    'DEFAULT_POINTS', 'EnergyMaps', 'Form', 'GlobalMaps', 'QueryMaps', 'attention_layers', 'draw',
     'efficient_attention_maps', 'focused_linear_forms', 'interlaced_attention_forms', 'layer_inputs', 'load_picture',
     'non_local_attention_forms', 'queries_keys_values', 'read_attention', 'read_energy', 'render',
 ]

@@ -1,23 +1,20 @@
 """From a model's name and a picture's file to a figure's file."""
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from timm.data import create_transform, resolve_model_data_config
-from timm.models import get_pretrained_cfg, model_entrypoint
 from torch import nn
 
 from ..errors import UsageError, first_line
 from ..figures import check_arrays_path, check_picture_path, save_arrays, save_figure
-from ..images import IMAGE_ERRORS, open_image
-from ..models.build import build_model, check_model_name, two_sides
-from ..weights import read_checkpoint, select_state_dict
+from ..images import IMAGE_ERRORS, open_image, two_sides
+from ..weights import open_model
 from .drawing import draw
 from .reading import DEFAULT_POINTS, EnergyMaps, GlobalMaps, QueryMaps, attention_layers, read_attention, read_energy
 
-__all__ = ['build', 'load_picture', 'render']
+__all__ = ['load_picture', 'render']
 
 
 def render(
@@ -43,7 +40,7 @@ def render(
         layer, points, head: As in `read_attention`.
         pyramid: Draw the energy of the feature pyramid, which is what a model without attention that can be read gets
             in any case (unless a layer is named).
-        img_size, pretrained, checkpoint: As in `build`.
+        img_size, pretrained, checkpoint: As in `open_model`.
 
     Returns:
         What was drawn, in a few words.
@@ -54,7 +51,7 @@ def render(
     check_picture_path(output)
     if arrays:
         check_arrays_path(arrays)
-    model, weights = build(model_name, img_size, pretrained, checkpoint)
+    model, weights = open_model(model_name, img_size, pretrained=pretrained, checkpoint=checkpoint)
     image, seen = load_picture(picture, model, img_size)
     pyramid = pyramid or layer is None and not attention_layers(model)
     try:
@@ -68,63 +65,6 @@ def render(
     if pyramid:
         return f'feature pyramid of {model_name} ({weights})'
     return f'{maps.operator} of {model_name} ({weights}), {maps.layer}, head {maps.head}'
-
-
-def build(
-        name: str,
-        img_size: Sequence[int] | None = None,
-        pretrained: bool = False,
-        checkpoint: Path | None = None,
-) -> tuple[nn.Module, str]:
-    """A model in inference mode.
-
-    Args:
-        name: Any model name of timm.
-        img_size: Side, or height and width, of the images; the model's own if None.
-        pretrained: Load timm's weights for it.
-        checkpoint: Load this file's weights.
-
-    Returns:
-        The model and where its weights come from, in words. Without any they are random, but always the same.
-
-    Raises:
-        UsageError: There is no such model, it does not take that size, or the weights can't be had.
-    """
-    if pretrained and checkpoint:
-        raise UsageError('choose one of --pretrained and --checkpoint')
-    check_model_name(name)
-    cfg = get_pretrained_cfg(name)
-    kwargs = {'img_size': two_sides(img_size)} if img_size and cfg and cfg.fixed_input_size else {}
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model = build_model(name, pretrained=pretrained, **kwargs).eval()
-    except UsageError:
-        raise
-    except Exception as e:  # sizes that do not fit, no weights, no network
-        raise UsageError(f"cannot build '{name}': {first_line(e)}") from e
-    if checkpoint:
-        _load_checkpoint(model, name, checkpoint)
-        return model, checkpoint.name
-    if not pretrained:
-        return model, 'untrained'
-    untrained_attention = (model.pretrained_cfg.get('tag') or '').endswith('untrained_attn')
-    return model, 'pretrained, but the attention untrained' if untrained_attention else 'pretrained'
-
-
-def _load_checkpoint(model: nn.Module, name: str, checkpoint: Path) -> None:
-    """Loads a checkpoint, official or of timm's kinds, without its classifier, which pictures don't need."""
-    state_dict = select_state_dict(read_checkpoint(checkpoint), use_ema=None)
-    classifier = model.pretrained_cfg['classifier']
-    classifiers = tuple(f'{c}.' for c in ([classifier] if isinstance(classifier, str) else classifier or []))
-    family = sys.modules[model_entrypoint(model.pretrained_cfg['architecture']).__module__]
-    try:
-        model.reset_classifier(0)
-        if hasattr(family, 'checkpoint_filter_fn'):
-            state_dict = family.checkpoint_filter_fn(state_dict, model)
-        model.load_state_dict({k: v for k, v in state_dict.items() if not k.startswith(classifiers)})
-    except Exception as e:  # a checkpoint of another model fails in many ways
-        raise UsageError(f"cannot load '{checkpoint}' into '{name}': {first_line(e)}") from e
 
 
 def load_picture(

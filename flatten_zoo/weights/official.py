@@ -62,11 +62,7 @@ def official_weights(cfg: PretrainedCfg, cache_dir: str | Path | None = None) ->
 
 def _convert(source: Path, converted: Path, model: nn.Module, name: str) -> None:
     state_dict = select_state_dict(read_checkpoint(source, name), use_ema=None)
-    try:
-        state_dict = from_official(state_dict, model)
-    except UsageError as e:
-        raise UsageError(f'{name} is of another model: {e}') from e
-    write_safetensors(state_dict, converted)
+    write_safetensors(from_official(state_dict, model, source=name), converted)
 
 
 def _is_sound(path: Path, model: nn.Module) -> bool:

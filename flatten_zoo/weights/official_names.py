@@ -8,7 +8,7 @@ from torch import nn
 
 from ..errors import UsageError
 
-__all__ = ['family_of', 'from_official', 'is_official', 'to_official']
+__all__ = ['converted', 'family_of', 'from_official', 'is_official', 'official_name', 'to_official']
 
 POSITIONS = ('positional_encoding', 'pos_embed')
 BUFFERS = ('relative_position_index', 'attn_mask')  # follow from the architecture, yet some checkpoints hold them
@@ -53,38 +53,72 @@ def is_official(state_dict: dict[str, torch.Tensor], model: nn.Module) -> bool:
     return len(official.keys() & state_dict.keys()) > len(own.keys() & state_dict.keys())
 
 
-def from_official(state_dict: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's state dict from an official one or from its own; nothing is resampled, left out or left over.
+def official_name(name: str, model: nn.Module) -> str:
+    """What the official repository calls a tensor."""
+    return next(iter(family_of(model).official_state_dict({name: torch.empty(0)})))
+
+
+def from_official(
+        state_dict: dict[str, torch.Tensor],
+        model: nn.Module,
+        adapt: bool = False,
+        source: str = 'the state dict',
+) -> dict[str, torch.Tensor]:
+    """The model's state dict from an official one or from its own; nothing is left out or left over.
 
     Args:
         state_dict: Official, or the zoo's own.
         model: The model that it is for, on any device, also 'meta'.
+        adapt: Where it does not fit, have the model's family convert it: it resamples position tensors to the model's
+            image size, and may know more names than the official ones.
+        source: What to call it in errors.
 
     Raises:
         UsageError: It is for another model.
     """
-    family = family_of(model)
     expected = model.state_dict()
     official = is_official(state_dict, model)
     if official:
-        expected = family.official_state_dict(expected)
         unused = _official_extras(model)
         state_dict = {
             key: value for key, value in state_dict.items() if key not in unused and not key.endswith(BUFFERS)}
-    _check_fit(state_dict, expected, model)
-    return family.checkpoint_filter_fn(state_dict, model) if official else state_dict
+        if not adapt:
+            _check_fit(state_dict, family_of(model).official_state_dict(expected), model, source)
+    if official or adapt and _misfit(state_dict, expected):
+        state_dict = converted(state_dict, model)
+    _check_fit(state_dict, expected, model, source)
+    return state_dict
 
 
-def _check_fit(state_dict: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], model: nn.Module) -> None:
+def converted(state_dict: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+    """A state dict as the model's family converts it, or as it is where the family has no way to."""
+    convert = getattr(family_of(model), 'checkpoint_filter_fn', None)
+    try:
+        return convert(dict(state_dict), model) if convert else state_dict
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # of another architecture
+        return state_dict
+
+
+def _check_fit(
+        state_dict: dict[str, torch.Tensor],
+        expected: dict[str, torch.Tensor],
+        model: nn.Module,
+        source: str,
+) -> None:
+    if problems := _misfit(state_dict, expected):
+        raise UsageError(
+            f"{source} does not fit the model '{model.pretrained_cfg['architecture']}': {'; '.join(problems)}")
+
+
+def _misfit(state_dict: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    """How a state dict differs in names and shapes from what is expected, in a few words each."""
     missing = [key for key in expected if key not in state_dict]
-    unexpected = [key for key in state_dict if key not in expected]
+    unknown = [key for key in state_dict if key not in expected]
     reshaped = [
         f'{key} {tuple(state_dict[key].shape)} instead of {tuple(value.shape)}'
         for key, value in expected.items() if key in state_dict and state_dict[key].shape != value.shape
     ]
-    problems = [
+    return [
         f'{len(keys)} tensors {what}, such as {keys[0]}'
-        for what, keys in (('missing', missing), ('unknown', unexpected), ('of another shape', reshaped)) if keys
+        for what, keys in (('missing', missing), ('unknown', unknown), ('of another shape', reshaped)) if keys
     ]
-    if problems:
-        raise UsageError(f"these are no weights of '{model.pretrained_cfg['architecture']}': {'; '.join(problems)}")

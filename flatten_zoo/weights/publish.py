@@ -4,15 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import timm
 from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 from huggingface_hub.utils import validate_repo_id
 
 from ..errors import UsageError, first_line
-from ..models.recorded import check_config
 from .card import REPOSITORY
-from .save import HUB_FILES, check_finite, load_model, save_model
+from .open import check_finite, create_model, load_model, load_weights
+from .save import HUB_FILES, save_model
 
 __all__ = ['dry_run', 'hub_folder', 'push']
 
@@ -48,11 +47,8 @@ def check_folder(folder: Path, allow_non_finite: bool = False) -> None:
     links = [name for name in HUB_FILES if (folder / name).is_symlink()]
     if links:  # to anything of the one who publishes
         raise UsageError(f"'{folder / links[0]}' is a link to another file; put a copy in its place")
-    try:
-        check_config(f'local-dir:{folder}')
-        model = timm.create_model(f'local-dir:{folder}', pretrained=True)
-    except Exception as e:  # whatever can be wrong with a configuration
-        raise UsageError(f"'{folder}' cannot be loaded: {first_line(e)}") from e
+    model = create_model(f'local-dir:{folder}')
+    load_weights(model, folder / 'model.safetensors')
     if not allow_non_finite:
         check_finite(model.state_dict(), f"'{folder}'")
 
@@ -97,7 +93,7 @@ def push(
         return _upload(folder, repo, private, keep_card)
     except UsageError:
         raise
-    except Exception as e:  # the client's, the transport's and the server's
+    except (HTTPError, OSError, RuntimeError, ValueError) as e:  # the transport's, the server's, and the client's
         cause = e.__cause__ if isinstance(e, RuntimeError) and e.__cause__ else e  # so it reports a failed upload
         refused = isinstance(cause, HfHubHTTPError) and cause.response.status_code in (401, 403)
         way_out = 'use a token that may write there' if refused else 'the same command again continues the upload'

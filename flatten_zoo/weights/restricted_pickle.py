@@ -4,6 +4,12 @@ It walks the opcodes itself, so that there is nothing which it could be made to 
 and no function called but those below. An object of an unknown class becomes an inert placeholder, which forgets what
 it is given; calling anything unknown, as `__reduce__` makes a pickle do, is refused. What it builds takes memory and
 time in proportion to the file: sizes that a file declares are held against what is there, and steps are counted.
+
+`torch.load(weights_only=True)` cannot do this, with every name that a file holds registered by `safe_globals` either:
+it reads no pickle protocol above 2, sets no items of a class derived from dict, as the official configurations are,
+compares no checksums, and a few bytes keep it busy for ever (the hash of nested tuples) or take all memory (a
+`bytearray`, copies of text). What `safe_globals` registers holds for all threads, and what the user had registered
+himself is forgotten when it ends.
 """
 import argparse
 import collections
@@ -139,10 +145,9 @@ _STORAGES = {f'torch.{name}Storage': dtype for name, dtype in {
 _CONSTANTS = {'NONE': None, 'NEWTRUE': True, 'NEWFALSE': False, 'EMPTY_TUPLE': ()}
 _CONTAINERS = {'EMPTY_LIST': list, 'EMPTY_DICT': dict, 'EMPTY_SET': set}
 _LITERALS = {
-    'INT', 'BININT', 'BININT1', 'BININT2', 'LONG', 'LONG1', 'LONG4', 'FLOAT', 'BINFLOAT',
-    'STRING', 'BINSTRING', 'SHORT_BINSTRING', 'UNICODE', 'SHORT_BINUNICODE', 'BINUNICODE', 'BINUNICODE8',
-    'SHORT_BINBYTES', 'BINBYTES', 'BINBYTES8', 'BYTEARRAY8',
-}
+    'INT', 'BININT', 'BININT1', 'BININT2', 'LONG', 'LONG1', 'LONG4', 'BINFLOAT', 'BINSTRING', 'SHORT_BINSTRING',
+    'SHORT_BINUNICODE', 'BINUNICODE', 'BINUNICODE8', 'SHORT_BINBYTES', 'BINBYTES', 'BINBYTES8', 'BYTEARRAY8',
+}  # of protocols 1 to 5; 0 cannot hold tensors
 
 Storage = Callable[[str, torch.dtype, int, tuple | None], torch.Tensor]
 
@@ -236,11 +241,11 @@ class _Machine:
             stack.append(_CONSTANTS[name])
         elif name in _CONTAINERS:
             stack.append(_CONTAINERS[name]())
-        elif name in ('PUT', 'BINPUT', 'LONG_BINPUT'):
+        elif name in ('BINPUT', 'LONG_BINPUT'):
             self.memo[argument] = stack[-1]
         elif name == 'MEMOIZE':
             self.memo[len(self.memo)] = stack[-1]
-        elif name in ('GET', 'BINGET', 'LONG_BINGET'):
+        elif name in ('BINGET', 'LONG_BINGET'):
             stack.append(self.memo[argument])
         elif name == 'MARK':
             self.marks.append(len(stack))
@@ -249,12 +254,6 @@ class _Machine:
             stack[-size:] = [tuple(stack[-size:])]
         elif name == 'TUPLE':
             stack.append(tuple(self.pop_mark()))
-        elif name == 'LIST':
-            stack.append(self.pop_mark())
-        elif name == 'DICT':
-            items = self.pop_mark()
-            stack.append({})
-            self.set_items(items)
         elif name == 'APPEND':
             self.add([stack.pop()])
         elif name in ('APPENDS', 'ADDITEMS'):

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from timm.layers import convert_splitbn_model, set_fast_norm
-from timm.models import create_model, get_pretrained_cfg, parse_model_name, resolve_model_input_args
+from timm.models import get_model_traits
 from torch import nn
 
 from flatten_zoo.errors import UsageError, first_line
-from flatten_zoo.models.build import check_model_name
 from flatten_zoo.models.recorded import check_size
+from flatten_zoo.weights.open import create_model
 
 from ..options.parser import as_given
 from ..output.logs import log
@@ -78,19 +78,11 @@ def build_model(args: argparse.Namespace, pretrained: bool, **kwargs: Any) -> nn
     Raises:
         UsageError: There is no such model, it does not take an argument, or its weights cannot be had.
     """
-    try:
-        check_model_name(args.model)
-    except UsageError as e:
-        raise UsageError(f'--model: {e}') from e
     if args.fast_norm:
         set_fast_norm()
-    try:
-        arguments = resolve_model_input_args(
-            args.model, vars(args), in_chans=args.in_chans, num_classes=args.num_classes, global_pool=args.gp,
-            **kwargs, **args.model_kwargs)
-        return create_model(pretrained=pretrained, **arguments)
-    except Exception as e:
-        raise UsageError(f"cannot build the model '{args.model}'{as_given(args, *_SHAPING)}: {first_line(e)}") from e
+    return create_model(
+        args.model, vars(args), given=as_given(args, *_SHAPING), pretrained=pretrained, in_chans=args.in_chans,
+        num_classes=args.num_classes, global_pool=args.gp, **kwargs, **args.model_kwargs)
 
 
 def check_batch_norm(model: nn.Module, input_size: tuple[int, int, int]) -> None:
@@ -138,19 +130,8 @@ def shared_by_gpus(model: nn.Module, number: int, device: torch.device) -> nn.Mo
     return nn.DataParallel(model, device_ids=list(range(number)))
 
 
-def _has_fixed_size(args: argparse.Namespace) -> bool:
-    source, name = parse_model_name(args.model)
-    cfg = get_pretrained_cfg(name, allow_unregistered=True) if source is None else None
-    dynamic = args.model_kwargs.get('dynamic_img_size') or args.model_kwargs.get('strict_img_size') is False
-    return bool(cfg and cfg.fixed_input_size and not dynamic)
-
-
 def build_training_model(args: argparse.Namespace) -> nn.Module:
     """A model to train: with its drop rates, start weights and classifier initialisation."""
-    if args.train_img_sizes and _has_fixed_size(args):
-        raise UsageError(
-            f"--train-img-sizes: '{args.model}' takes images of one size; "
-            f'--model-kwargs dynamic_img_size=True lets it take others, where it knows that argument')
     overlay = {'file': args.pretrained_path, 'num_classes': -1} if args.pretrained_path else None
     model = build_model(
         args,
@@ -162,6 +143,10 @@ def build_training_model(args: argparse.Namespace) -> nn.Module:
         bn_momentum=args.bn_momentum,
         bn_eps=args.bn_eps,
     )
+    if args.train_img_sizes and get_model_traits(model)['fixed_input_size']:
+        raise UsageError(
+            f"--train-img-sizes: '{args.model}' takes images of one size; "
+            f'--model-kwargs dynamic_img_size=True lets it take others, where it knows that argument')
     with torch.no_grad():
         classifier = model.get_classifier()
         if args.head_init_scale is not None:

@@ -1,0 +1,49 @@
+"""One door to a model: every kind of address, and one text for weights that do not fit."""
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+from flatten_zoo import cli
+from flatten_zoo.errors import report_usage_errors
+from flatten_zoo.training.validate import main as validate
+from flatten_zoo.weights import open_model, save_model
+
+NAME = 'flatten_pvt_v2_b0'
+
+
+@pytest.mark.parametrize('kind', ['name and file', 'file', 'tag and file', 'folder', 'size and file'])
+def test_every_address_gives_the_same_model(kind, tmp_path):
+    torch.manual_seed(0)
+    model = timm.create_model(NAME, num_classes=5).eval()
+    path = tmp_path / 'c.pth'
+    torch.save({'arch': NAME, 'state_dict': model.state_dict()}, path)
+    save_model(model, tmp_path / 'folder', 'x')
+    opened, words = {
+        'name and file': lambda: open_model(NAME, checkpoint=path),
+        'file': lambda: open_model(checkpoint=path),
+        'tag and file': lambda: open_model(f'{NAME}.leaplab_in1k', checkpoint=path),
+        'folder': lambda: open_model(f'local-dir:{tmp_path / "folder"}', pretrained=True),
+        'size and file': lambda: open_model(NAME, [224], checkpoint=path),
+    }[kind]()
+    assert words == ('pretrained' if kind == 'folder' else 'c.pth') and not opened.training
+    assert all(torch.equal(value, opened.state_dict()[key]) for key, value in model.state_dict().items())
+
+
+def test_every_command_says_the_same_of_weights_that_do_not_fit(tmp_path, capsys):
+    path, picture, images = tmp_path / 'c.pth', tmp_path / 'p.png', tmp_path / 'validation' / 'a'
+    state_dict = timm.create_model(NAME).state_dict()
+    torch.save({**state_dict, 'more': state_dict.pop('head.bias')}, path)
+    Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(picture)
+    images.mkdir(parents=True)
+    said = set()
+    for command, argv in (
+            (cli.main, ['convert', path, '--model', NAME, '-o', tmp_path / 'out']),
+            (cli.main, ['push', path, '--model', NAME, '--repo', 'me/x', '--dry-run']),
+            (cli.main, ['export', NAME, '--checkpoint', path, '--format', 'pt2', '-o', tmp_path / 'x.pt2']),
+            (cli.main, ['visualize', picture, '--model', NAME, '--checkpoint', path, '-o', tmp_path / 'v.png']),
+            (validate, [tmp_path, '--model', NAME, '--checkpoint', path, '--device', 'cpu'])):
+        assert report_usage_errors(lambda: command([str(word) for word in argv])) == 2  # noqa: B023
+        said.update(line for line in capsys.readouterr().err.splitlines() if line.startswith('error: '))
+    assert len(said) == 1 and f"'{path}' does not fit the model '{NAME}': " in said.pop()
