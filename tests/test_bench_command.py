@@ -1,5 +1,6 @@
 """Models timed side by side."""
 import csv
+import functools
 import itertools
 import json
 import sys
@@ -7,8 +8,9 @@ from importlib.metadata import version
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
-from flatten_zoo.bench import measuring, picture
+from flatten_zoo.bench import measuring, modes, picture
 from flatten_zoo.bench.alternating import in_turn
 from flatten_zoo.bench.modes import MODES
 from flatten_zoo.cli import main
@@ -29,7 +31,8 @@ def rows_of(path) -> tuple[list[str], list[dict]]:
     return comments, list(csv.DictReader(lines[len(comments):]))
 
 
-def test_table_csv_and_json_agree(tmp_path, capsys):
+def test_table_csv_and_json_agree(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr('os.getloadavg', lambda: (7.46, 1., 1.), raising=False)
     for path in (tmp_path / 'a.csv', tmp_path / 'a.json'):
         assert main([*TINY, '--batch-size', '1', '3', '--threads', '1', '--results', str(path)]) == 0
         printed = capsys.readouterr().out.splitlines()
@@ -44,6 +47,7 @@ def test_table_csv_and_json_agree(tmp_path, capsys):
             assert [f'# {key}: {value}' for key, value in found['machine'].items()] == about and not found['failures']
         assert {f'# torch: {version("torch")}', '# threads: 1', '# device: cpu', '# measured: inference'} <= set(about)
         assert any(line.startswith('# cpu: ') and len(line) > 7 for line in about)
+        assert '# load before: 7.5' in about
         assert [(row['model'], int(row['batch_size'])) for row in rows] == [
             ('test_vit', 1), ('test_resnet', 1), ('test_vit', 3), ('test_resnet', 3)]
         for row, cells, first in zip(rows, table, [rows[0], rows[0], rows[2], rows[2]], strict=True):
@@ -91,11 +95,53 @@ def test_a_model_that_fails_leaves_the_others(tmp_path, capsys):
     assert main(arguments) == 1  # test_vit has patches of 16
     captured = capsys.readouterr()
     failed = [line for line in captured.err.splitlines() if line.startswith('failed: ')]
-    assert len(failed) == 1 and 'test_vit, eager, batch 1, size 40' in failed[0] and 'patch size' in failed[0]
+    assert len(failed) == 1 and failed[0].count('test_vit') == 1
+    assert 'test_vit, eager, batch 1, size 40: does not take' in failed[0] and 'patch size' in failed[0]
     comments, rows = rows_of(path)
     assert [(row['model'], row['img_size'], bool(row['speed_ratio'])) for row in rows] == [
         ('test_resnet', '40', False), ('test_vit', '48', True), ('test_resnet', '48', True)]
     assert comments[-1] == f'# {failed[0]}'
+
+
+class Network(torch.nn.Conv2d):
+    """With a step, it would have to be compiled at every call."""
+
+    def __init__(self, step=0):
+        super().__init__(3, 2, 1)
+        self.calls, self.step = 1, step
+
+    def forward(self, x):
+        self.calls += self.step
+        return super().forward(x).mean((2, 3)) * self.calls
+
+
+@pytest.mark.parametrize('train', [[], ['--train']])
+def test_nothing_is_compiled_while_it_is_timed(train, capsys, monkeypatch):
+    timed, counter, compiled = measuring.timed, CompileCounter(), []
+
+    def watched(run):
+        before = counter.frame_count
+        seconds = timed(run)
+        compiled.append(counter.frame_count - before)
+        return seconds
+
+    monkeypatch.setattr(measuring, 'timed', watched)
+    monkeypatch.setattr(torch, 'compile', functools.partial(torch.compile, backend=counter))
+    monkeypatch.setattr(modes, 'build_at', lambda *args: (Network(), None))
+    monkeypatch.setattr(modes, 'count_affordable', lambda name, size, *args: (None, (1, 3, size, size), None))
+    settings = ['--modes', 'eager', 'compile', '--batch-size', '1', '2', '--img-size', '32', '64']
+    assert main(['bench', 'test_vit', 'test_vit2', 'test_vit3', *settings, *TINY[5:], *train]) == 0
+    assert counter.frame_count == 2 * 2  # batch sizes and image sizes: models of one class share what is compiled
+    assert len(compiled) >= 5 * 2 * 3 * 2 * 2 and not any(compiled)
+
+
+def test_what_compiles_at_every_run_has_no_figure(capsys, monkeypatch):
+    monkeypatch.setattr(torch, 'compile', functools.partial(torch.compile, backend='eager'))
+    monkeypatch.setattr(modes, 'build_at', lambda *args: (Network(step=1), None))
+    assert main([*TINY, '--modes', 'compile']) == 1
+    captured = capsys.readouterr()
+    assert captured.err.count('failed: ') == captured.err.count('Detected recompile') == 2
+    assert 'test_' not in captured.out
 
 
 def test_no_memory_is_one_line(capsys, monkeypatch):

@@ -3,7 +3,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from flatten_zoo import EfficientAttention, InterlacedSparseAttention, NonLocalAttention
-from flatten_zoo.cost.comparison import compare, default_size
+from flatten_zoo.cost.comparison import compare, count_affordable, default_size
 from flatten_zoo.cost.counting import available_memory, count, peak_memory
 from flatten_zoo.cost.operators import closed_form
 from flatten_zoo.cost.paper_tables import PAPER_TABLES, three_digits
@@ -137,6 +137,13 @@ def test_compare_measures_what_runs_here():
     row = compare('nl', 64, CPU)
     assert row.closed_form.memory > 4 * 64 ** 4 > row.measured.peak_memory > 0
     assert row.closed_form.macs == row.measured.macs
+
+
+@pytest.mark.parametrize('train', [False, True])
+def test_bfloat16_needs_half_the_memory(train):
+    float32, bfloat16 = (count_affordable('test_vit', 32, CPU, 2, train, dtype)[2].peak_memory
+                         for dtype in (torch.float32, torch.bfloat16))
+    assert bfloat16 == pytest.approx(float32 / 2, rel=0.05)
 
 
 @pytest.mark.parametrize('name, size, message', [

@@ -1,4 +1,6 @@
 import copy
+import subprocess
+import sys
 
 import pytest
 import timm
@@ -43,6 +45,30 @@ def test_gradients_flow_after_inference_at_the_same_size():
     x = torch.ones(1, 5, 6, 2, requires_grad=True)
     (resample_positions(p, (3, 4), 5, 6) * x).sum().backward()
     torch.testing.assert_close(x.grad, resample_abs_pos_embed_nhwc(p, [5, 6]))
+
+
+@pytest.mark.parametrize('backend', ['aot_eager', pytest.param('inductor', marks=pytest.mark.slow)])
+def test_gradients_compiled_at_changing_sizes(backend):
+    torch.compiler.reset()
+    compiled = torch.compile(resample_positions, backend=backend, fullgraph=True)
+    p = nn.Parameter(torch.randn(1, 3, 4, 2))
+    for height, width in ((5, 6), (7, 8), (6, 9), (2, 3)):
+        weights = torch.randn(1, height, width, 2)
+        gradients = [
+            torch.autograd.grad((resample(p, (3, 4), height, width) * weights).sum(), p)
+            for resample in (compiled, resample_positions)]
+        torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(
+    raises=subprocess.CalledProcessError, strict=True, reason='PyTorch has no shape for it: when it does, ours can go')
+def test_pytorch_compiles_that_gradient_by_itself():
+    subprocess.run([sys.executable, '-c', """
+import torch
+resize = torch.compile(torch.nn.functional.interpolate, backend='aot_eager', dynamic=True)
+resize(torch.randn(1, 2, 3, 4, requires_grad=True), size=(5, 6), mode='bicubic', antialias=True).sum().backward()
+"""], check=True)
 
 
 def test_networks_of_one_origin_do_not_share_results():

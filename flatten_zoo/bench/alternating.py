@@ -2,6 +2,8 @@
 import time
 from collections.abc import Callable, Iterator
 
+import torch
+
 __all__ = ['ROUNDS', 'in_turn', 'timed']
 
 ROUNDS = 5  # at least
@@ -24,7 +26,12 @@ def in_turn(runs: dict[str, Run], seconds: float) -> Iterator[tuple[str, Run]]:
 
 
 def timed(run: Run) -> float:
-    """Seconds that it takes; on an accelerator it has to wait for the device itself."""
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+    """Seconds that it takes; on an accelerator it has to wait for the device itself.
+
+    Raises:
+        RuntimeError: It is compiled, and would compile again: its time would be that of the compiler.
+    """
+    with torch.compiler.set_stance('fail_on_recompile'):
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start

@@ -129,7 +129,8 @@ def _measure(
     prepared, times = {}, {}
 
     def fail(name: str, error: Exception) -> None:
-        report.failures.append(f'{name}, {mode}, batch {batch_size}, size {sides[name]}: {first_line(error)}')
+        message = first_line(error).removeprefix(f"'{name}' ")
+        report.failures.append(f'{name}, {mode}, batch {batch_size}, size {sides[name]}: {message}')
 
     torch.compiler.reset()
     try:

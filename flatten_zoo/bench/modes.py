@@ -47,15 +47,14 @@ def prepare(name: str, mode: str, batch_size: int, size: int, device: torch.devi
     Raises:
         UsageError: The model does not take that size or mode, or there is no memory for it.
     """
-    _, shape, _ = count_affordable(name, size, device, batch_size, train)
-    model, _ = build_at(name, size, device)
-    x = torch.randn(batch_size, *shape[1:], generator=torch.Generator().manual_seed(0)).to(device)
+    dtype = torch.bfloat16 if mode == 'bfloat16' else torch.float32
+    _, shape, _ = count_affordable(name, size, device, batch_size, train, dtype)
+    model = build_at(name, size, device)[0].to(dtype)
+    x = torch.randn(batch_size, *shape[1:], generator=torch.Generator().manual_seed(0)).to(device, dtype)
     if mode in ONNX_MODES:
         return Prepared(_onnx_run(model, x, int8=mode == 'int8'), None)
     if mode == 'reparameterized':
         model = reparameterize_model(model)
-    elif mode == 'bfloat16':
-        model, x = model.bfloat16(), x.bfloat16()
     elif mode == 'channels-last':
         model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
     if train:

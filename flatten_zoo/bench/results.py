@@ -29,6 +29,8 @@ def machine(device: torch.device, modes: Sequence[str], train: bool) -> dict[str
         **{package: version(package) for package in packages},
         'measured': 'training steps: forward, cross-entropy, backward, SGD with momentum' if train else 'inference',
     }
+    if hasattr(os, 'getloadavg'):  # not on Windows
+        about['load before'] = f'{os.getloadavg()[0]:.1f}'
     if device.type == 'cuda':
         about['float32'] = 'matrix products in TF32'
     if 'int8' in modes:

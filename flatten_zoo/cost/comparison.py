@@ -185,6 +185,7 @@ def count_affordable(
         device: torch.device,
         batch_size: int = 1,
         train: bool = False,
+        dtype: torch.dtype = torch.float32,
 ) -> tuple[nn.Module, tuple[int, ...], Measurement]:
     """An operator or model on the meta device, the shape of its input and its cost, if there is memory for it.
 
@@ -194,16 +195,18 @@ def count_affordable(
         device: Where the memory must be free.
         batch_size: Number of maps or images.
         train: The memory must do for a training step.
+        dtype: Of weights and input.
 
     Raises:
         UsageError: It cannot have that size, or there is no memory for it.
     """
     try:
         module, (_, *image) = build_at(name, size, 'meta')
+        module = module.to(dtype)
         shape = batch_size, *image
         counted = count(module, shape)
         if train:
-            x = torch.empty(shape, device='meta')
+            x = torch.empty(shape, device='meta', dtype=dtype)
             counted = replace(counted, peak_memory=training_peak_memory(module.train().requires_grad_(), x))
     except UsageError:
         raise

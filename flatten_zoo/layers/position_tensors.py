@@ -9,6 +9,13 @@ from .sizes import surely_equal
 
 __all__ = ['resample_positions']
 
+
+@torch.library.impl('aten::_upsample_bicubic2d_aa_backward', 'Meta')
+def _gradient_shape(grad, output_size, input_size, align_corners, scales_h=None, scales_w=None):
+    """What PyTorch lacks to compile training at changing sizes: https://github.com/pytorch/pytorch/issues/197622."""
+    return grad.new_empty(input_size)
+
+
 _resampled = WeakTensorKeyDictionary()  # by position tensor: a copy of it, and what it became
 
 
