@@ -14,9 +14,10 @@ from PIL import ExifTags, Image
 
 from flatten_zoo.errors import UsageError, report_usage_errors
 from flatten_zoo.training.data import streams
-from flatten_zoo.training.data.loaders import evaluation_loader, open_splits, training_loader
-from flatten_zoo.training.loop.precision import Numerics
-from flatten_zoo.training.options.arguments import train_parser
+from flatten_zoo.training.data.datasets import open_splits
+from flatten_zoo.training.data.loaders import evaluation_loader, training_loader
+from flatten_zoo.training.loop.optimization import Numerics
+from flatten_zoo.training.options.definitions import train_parser
 from flatten_zoo.training.train import main as train
 from flatten_zoo.training.validate import main as validate
 from flatten_zoo.visualize import load_picture
@@ -297,12 +298,11 @@ def loaded(split: str, *options, num_classes: int = 1) -> np.ndarray:
     """The images of an epoch as `train.py` or its validation load them, from 0 to 255."""
     argv = ['--img-size', '32', '-b', '1', '-j', '0', '--no-prefetcher', '--num-classes', str(num_classes), *options]
     args = train_parser().parse_with_config(argv)
-    args.data_dir = args.data
-    train_set, eval_set = open_splits(args, channels=3)
+    train_set, eval_set = open_splits(args, num_classes, channels=3)
     config = {'input_size': (3, 32, 32), 'mean': (0,) * 3, 'std': (1,) * 3, 'crop_pct': 1., 'crop_mode': 'center',
               'interpolation': 'bilinear'}
     numerics = Numerics(torch.device('cpu'))
-    loader = training_loader(args, train_set, config, numerics) if split == 'train' else evaluation_loader(
+    loader = training_loader(args, num_classes, train_set, config, numerics) if split == 'train' else evaluation_loader(
         args, eval_set, config, numerics, batch_size=1)
     return torch.cat([batch for batch, _ in loader]).permute(0, 2, 3, 1).numpy() * 255
 

@@ -17,12 +17,13 @@ from timm.utils import unwrap_model
 from torch.utils.data import RandomSampler
 
 from flatten_zoo.errors import UsageError, report_usage_errors
-from flatten_zoo.training.data.loaders import evaluation_loader, open_splits, training_loader
+from flatten_zoo.training import processes as distributed
+from flatten_zoo.training.continuing import last_checkpoint
+from flatten_zoo.training.data.datasets import open_splits
+from flatten_zoo.training.data.loaders import evaluation_loader, training_loader
 from flatten_zoo.training.loop import trainer
-from flatten_zoo.training.loop.precision import Numerics
-from flatten_zoo.training.options.arguments import train_parser
-from flatten_zoo.training.output.checkpoints import last_checkpoint
-from flatten_zoo.training.processes import distributed
+from flatten_zoo.training.loop.optimization import Numerics
+from flatten_zoo.training.options.definitions import train_parser
 from flatten_zoo.training.train import main
 
 from .processes import in_processes, next_run
@@ -137,11 +138,10 @@ def seen(root: Path, layouts: dict[str, list[str]], more: list[str]) -> dict[str
     for name, options in layouts.items():
         argv = ['--num-classes', '3', '--img-size', '24', '-b', '3', '--no-prefetcher', *options, *more]
         args = train_parser().parse_with_config(argv)
-        args.data_dir = args.data
-        train_set, eval_set = open_splits(args, channels=3)
+        train_set, eval_set = open_splits(args, 3, channels=3)
         config = {'input_size': (3, 24, 24), 'mean': (0,), 'std': (1,), 'crop_pct': 1, 'crop_mode': 'center',
                   'interpolation': 'nearest'}
-        loaders = [training_loader(args, train_set, config, Numerics(torch.device('cpu'))),
+        loaders = [training_loader(args, 3, train_set, config, Numerics(torch.device('cpu'))),
                    evaluation_loader(args, eval_set, config, Numerics(torch.device('cpu')), args.batch_size)]
         found[name] = []
         for loader in loaders:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from flatten_zoo.samples.digits import write_digits
-from flatten_zoo.training.options.arguments import train_parser
+from flatten_zoo.training.options.definitions import train_parser
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / 'configs' / 'quickstart.yaml'

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from timm.data import create_transform
+from timm.data import auto_augment, create_transform
 from timm.data.auto_augment import RandAugment
 from timm.data.transforms import RandomResizedCropAndInterpolation
 from timm.layers import DropPath, resample_abs_pos_embed_nhwc, resize_rel_pos_bias_table
@@ -15,14 +15,22 @@ from timm.models import create_model
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import Dataset
-from torchvision.transforms import InterpolationMode
+from torchvision.transforms import Compose, InterpolationMode
 
 from flatten_zoo.errors import UsageError
-from flatten_zoo.training.data.loaders import input_config, mixup_arguments, training_loader
+from flatten_zoo.training.data.loaders import input_config, training_loader
 from flatten_zoo.training.loop.model import build_training_model
-from flatten_zoo.training.loop.optimization import build_optimizer, build_scheduler, build_task, updates_per_epoch
-from flatten_zoo.training.loop.precision import Numerics
-from flatten_zoo.training.options.arguments import check_train_options, train_parser
+from flatten_zoo.training.loop.optimization import (
+    Numerics,
+    Settled,
+    build_optimizer,
+    build_scheduler,
+    build_task,
+    mixup_arguments,
+    updates_per_epoch,
+)
+from flatten_zoo.training.options.checks import check_train_options
+from flatten_zoo.training.options.definitions import train_parser
 from flatten_zoo.weights.official_names import family_of
 from flatten_zoo.weights.open import load_weights
 
@@ -87,16 +95,15 @@ class Recipe:
     """What training builds from a recipe in the first of 8 processes; tensors have shapes only."""
 
     def __init__(self, name: str):
-        self.args = train_parser().parse_with_config(['--config', str(CONFIGS / f'{name}.yaml')])
-        check_train_options(self.args)
-        self.args.workers = 0
-        self.args.model_kwargs = {'device': 'meta'}
+        args = train_parser().parse_with_config(['--config', str(CONFIGS / f'{name}.yaml')])
+        check_train_options(args)
+        self.args = args.replace(workers=0, model_kwargs={'device': 'meta'})
         self.model = build_training_model(self.args)
-        self.args.num_classes = self.model.num_classes
         config = input_config(self.args, self.model)
         with eight_processes():
-            self.optimizer = build_optimizer(self.args, self.model)
-            self.loader = training_loader(self.args, Images(), config, Numerics(CPU))
+            self.lr = Settled.from_options(self.args, self.model.num_classes).lr
+            self.optimizer = build_optimizer(self.args, self.model, self.lr)
+            self.loader = training_loader(self.args, 1000, Images(), config, Numerics(CPU))
         self.updates = updates_per_epoch(self.args, len(self.loader))
         self.scheduler, self.epochs = build_scheduler(self.args, self.optimizer, self.updates, start=0)
 
@@ -144,7 +151,7 @@ def test_optimizer_and_schedule(recipes, name):
     assert type(recipe.optimizer) is torch.optim.AdamW
     assert recipe.optimizer.defaults['betas'] == (0.9, 0.999)
     assert recipe.optimizer.defaults['eps'] == 1e-8
-    assert (recipe.args.lr, recipe.args.warmup_lr, recipe.args.min_lr) == pytest.approx((lr, warmup_lr, min_lr))
+    assert (recipe.lr, recipe.args.warmup_lr, recipe.args.min_lr) == pytest.approx((lr, warmup_lr, min_lr))
     assert (recipe.args.clip_grad, recipe.args.clip_mode) == (expected['clip'], 'norm')
     assert recipe.epochs == expected['epochs'] + expected['cooldown']
     for epoch in (0, 1, 4.5, 5, 12, 19.5, 20, expected['epochs'] / 3, expected['epochs'], recipe.epochs - 0.5):
@@ -205,20 +212,35 @@ def test_augmentation(recipes, name):
     assert len(rest) == 1  # to a tensor: RandAugment takes the place of colour jitter, for the authors as well
     erasing = loader.random_erasing
     assert (erasing.probability, erasing.per_pixel, erasing.min_count, erasing.max_count) == (0.25, True, 1, 1)
-    assert mixup_arguments(recipe.args) == {
+    assert mixup_arguments(recipe.args, 1000) == {
         'mixup_alpha': 0.8, 'cutmix_alpha': 1.0, 'cutmix_minmax': None, 'prob': 1.0, 'switch_prob': 0.5,
         'mode': 'batch', 'label_smoothing': 0.1, 'num_classes': 1000}
 
 
-def test_strongest_posterize_leaves_a_black_image(recipes):
-    recipe = recipes('flatten_pvt_t')
-    loader = training_loader(recipe.args, Images(), input_config(recipe.args, recipe.model), Numerics(CPU))
-    posterize = next(op for op in loader.dataset.transform.transforms[2].ops if op.name == 'PosterizeIncreasing')
-    posterize.prob, posterize.magnitude_std = 1, 0
+def operations(owner) -> list[auto_augment.AugmentOp]:
+    """timm's operations of augmentation in what holds them: a data set, transforms, policies."""
+    if isinstance(owner, auto_augment.AugmentOp):
+        return [owner]
+    if isinstance(owner, Dataset | Compose | RandAugment | auto_augment.AutoAugment | auto_augment.AugMixAugment):
+        owner = list(vars(owner).values())
+    return [op for item in owner for op in operations(item)] if isinstance(owner, list | tuple) else []
+
+
+@pytest.mark.parametrize('options', [
+    '--aa rand-m9-mstd0.5-inc1', '--aa rand-m9', '--aa original', '--aa v0', '--aa augmix-m5-w4-d2',
+    '--aa rand-m9-inc1 --aug-splits 2', '--aa rand-m9-inc1 --train-img-sizes 32 64'])
+def test_strongest_posterize_leaves_a_black_image(options):
+    table = dict(auto_augment.NAME_TO_OP)
+    args = train_parser().parse_args([*options.split(), '-j', '0', '--img-size', '32', '-b', '2'])
+    loader = training_loader(args, 10, Images(), input_config(args, create_model('test_resnet')), Numerics(CPU))
+    found = [op for op in operations(loader.dataset) if op.name.startswith('Posterize')]
+    assert found
     image = Image.new('RGB', (2, 2), (255, 128, 90))
-    for magnitude, colour in ((10, (0, 0, 0)), (9, (128, 128, 0)), (0, (240, 128, 80))):
-        posterize.magnitude = magnitude
-        assert posterize(image).getpixel((0, 0)) == colour
+    for op in found:
+        for bits, colour in ((0, (0, 0, 0)), (1, (128, 128, 0)), (4, (240, 128, 80))):
+            assert op.aug_fn(image, bits).getpixel((0, 0)) == colour
+    assert auto_augment.NAME_TO_OP == table
+    assert table['Posterize'] is auto_augment.posterize  # the loader has changed its own alone
 
 
 @pytest.mark.parametrize('name', TABLE)
@@ -250,7 +272,7 @@ def test_weight_decay_is_that_of_the_official_tensors(recipes, name):
 def test_attention_resnets_have_timms_a3(recipes):
     recipe = recipes('attention_resnet_a3')
     args = recipe.args
-    assert (args.batch_size, args.opt, args.lr, args.weight_decay) == (256, 'lamb', 8e-3, 0.02)
+    assert (args.batch_size, args.opt, recipe.lr, args.weight_decay) == (256, 'lamb', 8e-3, 0.02)
     assert (args.warmup_lr, args.min_lr, recipe.epochs, args.drop_path) == (1e-4, 1e-6, 100, None)
     assert [recipe.rate(epoch) for epoch in (0, 1, 5, 50, 99)] == pytest.approx(
         [1e-4, 1.68e-3, 7.951e-3, 4.0005e-3, 2.973e-6], rel=1e-3)
@@ -258,7 +280,7 @@ def test_attention_resnets_have_timms_a3(recipes):
     assert (config['input_size'], config['crop_pct'], config['interpolation']) == ((3, 160, 160), 0.95, 'bicubic')
     augment = recipe.loader.dataset.transform.transforms[2]
     assert all(op.magnitude == 6 and op.magnitude_std == 0.5 for op in augment.ops)
-    mixing = mixup_arguments(args)
+    mixing = mixup_arguments(args, 1000)
     assert (mixing['mixup_alpha'], mixing['cutmix_alpha'], mixing['label_smoothing']) == (0.1, 1.0, 0)
     criterion = build_task(args, nn.Linear(1, 1), CPU).criterion
     assert type(criterion).__name__ == 'BinaryCrossEntropy'

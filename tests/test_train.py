@@ -21,8 +21,8 @@ from timm.models import create_model
 from timm.scheduler import CosineLRScheduler
 
 from flatten_zoo.errors import report_usage_errors
-from flatten_zoo.training.output import checkpoints
-from flatten_zoo.training.output.summary import draw_curves
+from flatten_zoo.training import continuing as checkpoints
+from flatten_zoo.training.report import draw_curves
 from flatten_zoo.training.train import main
 
 from .tiny_images import write_images, write_tars

@@ -8,9 +8,8 @@ import torch
 from timm.task import ClassificationTask
 
 from flatten_zoo.errors import report_usage_errors
-from flatten_zoo.training.loop.divergence import Divergence, EpochLoss, check_weights, remedies
-from flatten_zoo.training.loop.trainer import Trainer
-from flatten_zoo.training.options.arguments import train_parser
+from flatten_zoo.training.loop.trainer import Divergence, EpochLoss, Trainer, check_weights, remedies
+from flatten_zoo.training.options.definitions import train_parser
 from flatten_zoo.training.train import main, prepare
 
 from .tiny_images import write_images
@@ -53,7 +52,7 @@ def break_loss(monkeypatch, batch: int, value: float) -> None:
 def test_the_highest_rate_is_to_be_lowered():
     for argv, said in (('', '--lr than 0.1'), ('--warmup-lr 1e6', '--warmup-lr than 1e+06'),
                        ('--warmup-lr 1e6 --warmup-epochs 0', '--lr than 0.1'), ('--min-lr 9', '--min-lr than 9')):
-        assert remedies(train_parser().parse_args(['--lr', '.1', *argv.split()])).startswith(f'try a lower {said}, ')
+        assert remedies(train_parser().parse_args(argv.split()), lr=0.1).startswith(f'try a lower {said}, ')
 
 
 @pytest.mark.parametrize('options', ['', '--amp', '--amp --amp-dtype bfloat16 --clip-grad 1', '--model-ema'])
@@ -140,7 +139,7 @@ def test_termination_does_not_save_what_is_broken(tmp_path, images, monkeypatch,
 def test_gradient_that_overflows_is_no_failure(tmp_path, images, monkeypatch):
     """float16's loss scaling begins too high on purpose, and skips updates until it fits."""
     monkeypatch.setattr(
-        'flatten_zoo.training.loop.precision.Numerics.scaler',
+        'flatten_zoo.training.loop.optimization.Numerics.scaler',
         lambda self: torch.amp.GradScaler('cpu', init_scale=2.0 ** 60))
     assert train(tmp_path, images, '--amp', '--epochs', 2) == 0
     assert torch.load(tmp_path / 'run' / 'last.pth.tar', weights_only=True)['amp_scaler']['scale'] < 2.0 ** 60

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from flatten_zoo.errors import report_usage_errors
-from flatten_zoo.training.output import checkpoints
+from flatten_zoo.training import continuing as checkpoints
 from flatten_zoo.training.train import claim, main
 
 from .test_training_resume import assert_same_end

@@ -8,13 +8,9 @@ import torch
 from timm.models import create_model
 
 from flatten_zoo.errors import UsageError
-from flatten_zoo.training.loop.precision import Numerics
-from flatten_zoo.training.options.arguments import (
-    check_train_options,
-    check_validate_options,
-    train_parser,
-    validate_parser,
-)
+from flatten_zoo.training.loop.optimization import Numerics
+from flatten_zoo.training.options.checks import check_train_options, check_validate_options
+from flatten_zoo.training.options.definitions import train_parser, validate_parser
 from flatten_zoo.training.train import main, prepare
 from flatten_zoo.training.validate import main as validate
 
@@ -123,7 +119,7 @@ def test_accumulated_batches_are_one_large_batch(tmp_path, images):
 def test_images_per_update_set_the_learning_rate(tmp_path, images):
     argv = [word for word in TINY if word not in ('--lr', '0.02')]
     args = train_parser().parse_args([*argv, str(images), '--grad-accum-steps', '4', '--output', str(tmp_path)])
-    assert prepare(args).args.lr == pytest.approx(0.1 * 24 / 256)
+    assert prepare(args).settled.lr == pytest.approx(0.1 * 24 / 256)
 
 
 def test_checkpointed_activations_change_nothing(tmp_path, images):

@@ -1,4 +1,5 @@
 """Options: timm's names, types and defaults; YAML files checked against them; wrong values."""
+import copy
 import csv
 import math
 import shlex
@@ -10,8 +11,9 @@ import torch
 
 from flatten_zoo.errors import UsageError, report_usage_errors
 from flatten_zoo.training import train, validate
-from flatten_zoo.training.options.arguments import REFUSED, check_train_options, train_parser, validate_parser
-from flatten_zoo.training.options.parser import Flag, Number, write_options_file
+from flatten_zoo.training.options.checks import check_train_options
+from flatten_zoo.training.options.definitions import REFUSED, train_parser, validate_parser
+from flatten_zoo.training.options.parser import Flag, Number, Options, write_options_file
 
 from .tiny_images import write_images
 
@@ -269,6 +271,26 @@ def base(tmp_path_factory):
     }
 
 
+@pytest.mark.parametrize('script', PARSERS)
+def test_options_stay_as_they_were_given(script, base, tmp_path):
+    program = {'train': train, 'validate': validate}[script]
+    args = program.parse([*base[script], *(['--output', str(tmp_path), '--sync-bn'] if script == 'train' else [])])
+    assert isinstance(args, Options)
+    given = copy.deepcopy(vars(args))
+    with pytest.raises(AttributeError, match='batch_size'):
+        args.batch_size = 1
+    with pytest.raises(AttributeError, match='batch_size'):
+        del args.batch_size
+    if script == 'train':
+        train.prepare(args).train()
+        written = train_parser().parse_with_config(['-c', str(tmp_path / 'run' / 'args.yaml')])
+        checkpoint = torch.load(tmp_path / 'run' / 'last.pth.tar', weights_only=True)
+        assert checkpoint['args'] == vars(written) == given | {'lr': 0.1 * 2 / 256, 'lr_base_scale': 'linear'}
+    else:
+        assert validate.validate(args)['images'] == 3
+    assert vars(args) == given
+
+
 @pytest.mark.parametrize('script, action', list(options_with_values()))
 def test_wrong_values_are_refused_by_name(script, action, base, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -288,5 +310,5 @@ def test_wrong_values_are_refused_by_name(script, action, base, tmp_path, monkey
 def test_written_options_are_read_back(tmp_path):
     argv = ['--lr', '1e-5', '--scale', '0.5', '1', '--model-kwargs', 'img_size=32', '--model-ema']
     args = train_parser().parse_with_config(argv)
-    write_options_file(tmp_path / 'args.yaml', args)
+    write_options_file(tmp_path / 'args.yaml', vars(args))
     assert train_parser().parse_with_config(['-c', str(tmp_path / 'args.yaml')]) == args

@@ -17,13 +17,12 @@ import torch
 import yaml
 
 from flatten_zoo.errors import report_usage_errors
+from flatten_zoo.training import continuing as checkpoints
+from flatten_zoo.training import processes as interrupts
 from flatten_zoo.training import train as training
+from flatten_zoo.training.continuing import last_checkpoint, random_state, set_random_state
 from flatten_zoo.training.loop import trainer
-from flatten_zoo.training.options.arguments import train_parser
-from flatten_zoo.training.output import checkpoints
-from flatten_zoo.training.output.checkpoints import last_checkpoint
-from flatten_zoo.training.processes import interrupts
-from flatten_zoo.training.randomness import random_state, set_random_state
+from flatten_zoo.training.options.definitions import train_parser
 from flatten_zoo.training.train import main
 
 from .tiny_images import write_images, write_parquet, write_shards

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from flatten_zoo.training.loop.optimization import build_scheduler
-from flatten_zoo.training.options.arguments import train_parser
+from flatten_zoo.training.options.definitions import train_parser
 
 T = 6
 

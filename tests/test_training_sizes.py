@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from flatten_zoo.errors import UsageError
-from flatten_zoo.training.options.arguments import check_train_options, train_parser
+from flatten_zoo.training.options.checks import check_train_options
+from flatten_zoo.training.options.definitions import train_parser
 from flatten_zoo.training.train import main, prepare
 
 from .tiny_images import write_images

@@ -9,8 +9,9 @@ from PIL import Image
 from timm.data import create_transform
 from torchvision.transforms import functional as F
 
-from flatten_zoo.training.data.test_time_views import Views
-from flatten_zoo.training.options.arguments import check_train_options, train_parser
+from flatten_zoo.training.data.loaders import Views
+from flatten_zoo.training.options.checks import check_train_options
+from flatten_zoo.training.options.definitions import train_parser
 from flatten_zoo.training.train import main, prepare
 
 from .tiny_images import write_images, write_shards

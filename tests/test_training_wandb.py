@@ -8,7 +8,7 @@ import timm.utils.summary
 import yaml
 
 from flatten_zoo.errors import UsageError
-from flatten_zoo.training.options.arguments import train_parser
+from flatten_zoo.training.options.definitions import train_parser
 from flatten_zoo.training.train import main
 
 from .tiny_images import write_images

@@ -78,7 +78,7 @@ def test_command_line_overrides_the_run(run, tmp_path):
     args = parse(['--checkpoint', str(run)])
     assert (args.batch_size, args.workers, args.mean, args.split, args.use_ema) == (4, 0, [0.5], 'validation', True)
     args = parse([str(tmp_path), '--checkpoint', str(run), '-b', '7', '--split', 'train'])
-    assert (args.batch_size, args.split, args.data_dir) == (7, 'train', str(tmp_path))
+    assert (args.batch_size, args.split, args.data) == (7, 'train', str(tmp_path))
 
 
 def test_checkpoint_file_has_the_figures_computed_by_hand(capsys, run, images):

@@ -9,11 +9,11 @@ from tqdm import tqdm
 
 from ..errors import UsageError, printable
 from ..tables import as_text
-from ..training.data.loaders import open_dataset
+from ..training.data.datasets import open_dataset
 from ..training.loop.model import resolve_device
-from ..training.options.arguments import validate_parser
-from ..training.output.logs import log, setup_logging
-from ..training.processes.interrupts import exit_status, interrupts_between_batches, until_interrupted
+from ..training.options.definitions import validate_parser
+from ..training.processes import exit_status, interrupts_between_batches, until_interrupted
+from ..training.report import log, setup_logging
 from .network import Network, open_network
 from .pictures import Files, batches, find_pictures
 from .results import (

@@ -15,7 +15,7 @@ from ..errors import UsageError, first_line, printable
 from ..export import check_onnx_packages, description_of, load_onnx
 from ..images import two_sides
 from ..models.recorded import check_settings
-from ..training.output.checkpoints import run_checkpoint
+from ..training.continuing import run_checkpoint
 from ..weights import open_model
 from .labels import class_labels
 

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..errors import UsageError, first_line
 from ..images import IMAGE_ERRORS, open_image
-from ..training.data.folders import Split
+from ..training.data.datasets import Split
 
 __all__ = ['Batch', 'Files', 'batches', 'find_pictures']
 
@@ -54,7 +54,7 @@ def _refuse(error: OSError) -> None:
 
 
 class Files(Dataset):
-    """Image files, in the manner of `training.data.loaders.CheckedImages`.
+    """Image files, in the manner of `training.data.datasets.CheckedImages`.
 
     Args:
         paths: The files.
@@ -113,7 +113,7 @@ def batches(dataset: Dataset, transform: Transform, batch_size: int, workers: in
     """The pictures of a data set as `Batch`es, in their order.
 
     Args:
-        dataset: `Files`, or what `training.data.loaders.open_dataset` opens.
+        dataset: `Files`, or what `training.data.datasets.open_dataset` opens.
         transform: From a picture to what the network takes.
         batch_size: Pictures in a batch.
         workers: Processes that read; a single batch is read in this one, and a stream in one at most.

@@ -1,5 +1,4 @@
 """Which is the limit, the loader or the model? `flatten-zoo bench --loader` and the options of `train.py`."""
-import argparse
 import os
 import tempfile
 import time
@@ -14,16 +13,16 @@ from timm.utils import random_seed
 
 from flatten_zoo.errors import UsageError
 
-from .data.loaders import input_config, mixup_arguments, open_splits, training_loader
+from .data.datasets import open_splits
+from .data.loaders import input_config, training_loader
 from .loop.model import build_training_model, resolve_device
-from .loop.optimization import build_optimizer, build_task
-from .loop.precision import Numerics
+from .loop.optimization import Numerics, build_optimizer, build_task, mixup_arguments
 from .loop.trainer import Trainer
-from .options.arguments import check_train_options, train_parser
-from .output.logs import setup_logging
-from .output.progress import Progress
-from .processes.distributed import as_one, check_alone
-from .processes.interrupts import interrupts_between_batches
+from .options.checks import check_train_options
+from .options.definitions import train_parser
+from .options.parser import Options
+from .processes import as_one, check_alone, interrupts_between_batches
+from .report import Progress, setup_logging
 
 __all__ = ['bench', 'main']
 
@@ -53,6 +52,7 @@ def main(argv: Sequence[str]) -> int:
     if not args.seconds > 0:
         raise UsageError(f'--seconds {args.seconds}: must be positive')
     check_train_options(args)
+    args = args.replace(device=str(resolve_device(args.device)), val_split='')
     try:
         with interrupts_between_batches():
             loader, model = bench(args, args.seconds)
@@ -64,35 +64,32 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def bench(args: argparse.Namespace, seconds: float) -> tuple[float, float]:
+def bench(args: Options, seconds: float) -> tuple[float, float]:
     """Images per second of the training loader alone, and of training on one batch over and over.
 
     Args:
-        args: Options of `train.py`; `device` becomes the one that is used.
+        args: Options of `train.py`.
         seconds: Time to measure each of the two.
     """
-    args.data_dir = args.data or args.data_dir
-    numerics = Numerics.from_options(args, resolve_device(args.device))
-    args.device, args.val_split = str(numerics.device), ''
-    args.lr = 0.0  # at the same cost: the full rate without warm-up, on one batch, may diverge
+    numerics = Numerics.from_options(args, torch.device(args.device))
     random_seed(args.seed)
     model = build_training_model(args)
-    args.num_classes = model.num_classes
     config = input_config(args, model)
-    dataset, _ = open_splits(args, channels=config['input_size'][0])
-    loader = training_loader(args, dataset, config, numerics)
+    dataset, _ = open_splits(args, model.num_classes, channels=config['input_size'][0])
+    loader = training_loader(args, model.num_classes, dataset, config, numerics)
     task = build_task(args, numerics.place(model), numerics.device)
-    mixup = mixup_arguments(args)
+    optimizer = build_optimizer(args, model, lr=0.0)  # at the full rate without warm-up, one batch may diverge
+    mixup = mixup_arguments(args, model.num_classes)
     loading_rate, batch = _loading_rate(loader, args, seconds)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
-            args, numerics, task, build_optimizer(args, model), None, loader=None,
+            args, args.dist_bn, numerics, task, optimizer, None, loader=None,
             mixup=Mixup(**mixup) if mixup and args.no_prefetcher else None, folder=Path(folder))
         _training_rate(trainer, batch, loader, WARM_UP * seconds)
         return loading_rate, _training_rate(trainer, batch, loader, seconds)
 
 
-def _loading_rate(loader: Any, args: argparse.Namespace, seconds: float) -> tuple[float, tuple[torch.Tensor, ...]]:
+def _loading_rate(loader: Any, args: Options, seconds: float) -> tuple[float, tuple[torch.Tensor, ...]]:
     """Images per second, epoch after epoch if the data are few, and the last batch."""
     images = 0
     started = time.monotonic()

@@ -6,7 +6,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,39 +22,59 @@ from tqdm import tqdm
 from flatten_zoo.errors import UsageError
 from flatten_zoo.weights.open import load_weights
 
-from .continuing import find_resumed, first_epoch, resume
-from .data.loaders import class_names, evaluation_loader, input_config, mixup_arguments, open_splits, training_loader
-from .loop.divergence import Divergence, remedies
-from .loop.model import build_training_model, check_batch_norm, check_fits, import_device_modules, resolve_device
-from .loop.optimization import build_optimizer, build_scheduler, build_task, updates_per_epoch
-from .loop.precision import Numerics
-from .loop.trainer import Trainer, evaluate
-from .options.arguments import check_files, check_train_options, recorded_options, train_parser
-from .options.parser import write_options_file
-from .output.checkpoints import BEST, LAST, Checkpoints, last_checkpoint, read_saved, remove_unfinished
-from .output.logs import log, setup_logging
-from .output.summary import (
-    draw_curves,
-    figures_text,
-    log_last_row,
-    next_command,
-    start_tensorboard,
-    start_wandb,
-    trim_summary,
+from .continuing import (
+    BEST,
+    LAST,
+    Checkpoints,
+    find_resumed,
+    first_epoch,
+    last_checkpoint,
+    read_saved,
+    remove_unfinished,
 )
-from .processes.distributed import (
+from .data.datasets import class_names, open_splits
+from .data.loaders import evaluation_loader, input_config, training_loader
+from .loop.model import build_training_model, check_batch_norm, check_fits, import_device_modules, resolve_device
+from .loop.optimization import (
+    Numerics,
+    Settled,
+    build_optimizer,
+    build_scheduler,
+    build_task,
+    mixup_arguments,
+    updates_per_epoch,
+)
+from .loop.sync_batch_norm import synchronize_batch_norm
+from .loop.trainer import Divergence, Trainer, evaluate, remedies
+from .options.checks import check_files, check_train_options, recorded_options
+from .options.definitions import train_parser
+from .options.parser import Options, write_options_file
+from .processes import (
+    Terminated,
     as_one,
+    exit_status,
     first_of_machine_ahead,
     from_first,
+    interrupts_between_batches,
     is_first,
     is_first_to_fail,
     join,
+    raise_if_interrupted,
     rank,
     wait_for_all,
     world_size,
 )
-from .processes.interrupts import Terminated, exit_status, interrupts_between_batches, raise_if_interrupted
-from .processes.sync_batch_norm import synchronize_batch_norm
+from .report import (
+    draw_curves,
+    figures_text,
+    log,
+    log_last_row,
+    next_command,
+    setup_logging,
+    start_tensorboard,
+    start_wandb,
+    trim_summary,
+)
 
 try:
     import fcntl
@@ -94,7 +114,7 @@ def train(argv: Sequence[str] | None) -> int:
                 run.save_recovery()
                 raise
     except Divergence as e:
-        raise UsageError(f'{e}; {remedies(args)}; {what_is_left(run)}') from e
+        raise UsageError(f'{e}; {remedies(args, run.settled.lr)}; {what_is_left(run)}') from e
     except OSError as e:
         if e.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -107,7 +127,7 @@ def train(argv: Sequence[str] | None) -> int:
     return 0
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> Options:
     """The options; where `--resume` is a run's folder, those that are not given are the run's."""
     parser = train_parser()
     args = parser.parse_with_config(argv)
@@ -129,6 +149,7 @@ class Run:
 
     Attributes:
         args: Options.
+        settled: What follows from them.
         folder: Output folder.
         trainer: Trains an epoch.
         loader_eval: Validation batches, None without validation.
@@ -139,6 +160,7 @@ class Run:
         tensorboard: Where each row of the summary is logged as well, if anywhere.
     """
     args: argparse.Namespace
+    settled: Settled
     folder: Path
     trainer: Trainer
     loader_eval: Any
@@ -171,6 +193,7 @@ class Run:
         """Save what the current epoch has come to, if that is more than the last checkpoint has."""
         position = self.trainer.position
         if position is not None and position.batches:
+            self.trainer.check()
             self.saver.save_recovery(self.epoch, position.batches)
             wait_for_all()  # the end of another process would end the one that writes
 
@@ -247,47 +270,42 @@ def prepare(args: argparse.Namespace) -> Run:
     resumed = from_first(find_resumed(args) if is_first() else None)
     checkpoint = read_saved(resumed) if resumed else None
     start = first_epoch(args, checkpoint)
-    args.data_dir, args.data = args.data or args.data_dir, None
     model = start_model(args, resumed)
-    args.num_classes = model.num_classes
+    settled = Settled.from_options(args, model.num_classes)
     config = input_config(args, model)
     if 1 in (args.batch_size, *(args.train_batch_sizes or ())) and not args.aug_splits and world_size() == 1:
         check_batch_norm(model, config['input_size'])
     with first_of_machine_ahead(args.dataset_download):
-        train_set, eval_set = open_splits(args, channels=config['input_size'][0])
-    loader = training_loader(args, train_set, config, numerics)
+        train_set, eval_set = open_splits(args, settled.num_classes, channels=config['input_size'][0])
+    loader = training_loader(args, settled.num_classes, train_set, config, numerics)
     eval_batch, loader_eval = args.validation_batch_size or args.batch_size, None
     if eval_set is not None:
         loader_eval = evaluation_loader(args, eval_set, config, numerics, eval_batch, views=args.tta)
 
     model = numerics.place(model)
     if args.sync_bn and world_size() > 1:
-        args.dist_bn = ''  # there is nothing left to distribute
         model = synchronize_batch_norm(model, numerics.device)
     task = build_task(args, model, numerics.device)
-    optimizer = build_optimizer(args, model)
+    optimizer = build_optimizer(args, model, settled.lr)
     updates = updates_per_epoch(args, len(loader))
     scheduler, epochs = build_scheduler(args, optimizer, updates, start)
-    mixup = mixup_arguments(args)
+    mixup = mixup_arguments(args, settled.num_classes)
     folder = from_first(output_folder(args, config['input_size'][-1]) if is_first() else None)
     lock = claim(folder, resumed) if is_first() and os.path.exists(folder) else None
     trainer = Trainer(
-        args, numerics, task, optimizer, scheduler, loader,
+        args, settled.dist_bn, numerics, task, optimizer, scheduler, loader,
         mixup=Mixup(**mixup) if mixup and args.no_prefetcher else None, folder=folder)
     trainer.updates = start * updates
-    label_names = class_names(train_set)
-    saver = Checkpoints(
-        state=lambda: {'label_names': label_names, **trainer.state_dict()}, model=model, optimizer=optimizer,
-        args=args, task=task, checkpoint_dir=str(folder), recovery_dir=str(folder),
-        decreasing=args.eval_metric == 'loss', max_history=args.checkpoint_hist)
-    run = Run(args, folder, trainer, loader_eval, saver, epochs, start, lock)
+    record = vars(args) | asdict(settled)
+    saver = Checkpoints(trainer, record, class_names(train_set), folder)
+    run = Run(args, settled, folder, trainer, loader_eval, saver, epochs, start, lock)
     if resumed:
-        resume(run, resumed, checkpoint)
-    start_output(run)
+        saver.resume(resumed, checkpoint, start)
+    start_output(run, record)
     log.info(
         '%s with %.2f M parameters on %s%s: %s images, %d classes, %s for training and %s for validation', args.model,
         sum(p.numel() for p in model.parameters()) / 1e6, f'{world_size()} × ' if world_size() > 1 else '',
-        numerics.device, ' × '.join(map(str, config['input_size'])), args.num_classes, size_text(train_set),
+        numerics.device, ' × '.join(map(str, config['input_size'])), settled.num_classes, size_text(train_set),
         size_text(eval_set))
     return run
 
@@ -313,18 +331,18 @@ def start_model(args: argparse.Namespace, resumed: Path | None) -> nn.Module:
     return model
 
 
-def start_output(run: Run) -> None:
+def start_output(run: Run, record: dict[str, Any]) -> None:
     """Make the output folder with the options in it, and begin the logs on Weights & Biases and for TensorBoard."""
     args, folder = run.args, run.folder
     if is_first():
         if args.log_wandb:
-            start_wandb(args, folder.name)
+            start_wandb(args, record, folder.name)
         run.lock = run.lock or claim(folder)
         remove_unfinished(folder)
         trim_summary(folder / 'summary.csv', run.epoch)
         if args.log_tensorboard:
             run.tensorboard = start_tensorboard(folder, run.epoch)
-        write_options_file(folder / 'args.yaml', args)
+        write_options_file(folder / 'args.yaml', record)
     wait_for_all()
 
 

@@ -1,5 +1,4 @@
 """Accuracy and speed of a model or of a training run: `validate.py`."""
-import argparse
 import csv
 import io
 import json
@@ -20,18 +19,18 @@ from flatten_zoo.models import RELEASES
 from flatten_zoo.models._released import TAG
 from flatten_zoo.weights.open import load_weights
 
+from .continuing import run_checkpoint
+from .data.datasets import check_classes, open_dataset
 from .data.imagenet_labels import LabelledEvaluator, read_real_labels, read_valid_labels
-from .data.loaders import check_classes, evaluation_loader, input_config, open_dataset
+from .data.loaders import evaluation_loader, input_config
 from .loop.model import build_model, check_fits, resolve_device, shared_by_gpus
-from .loop.precision import Numerics
+from .loop.optimization import Numerics
 from .loop.trainer import evaluate
-from .options.arguments import check_validate_options, recorded_options, train_parser, validate_parser
-from .options.parser import OptionParser
-from .output.checkpoints import run_checkpoint
-from .output.logs import log, setup_logging
-from .output.summary import figures_text
-from .processes.distributed import as_one, check_alone
-from .processes.interrupts import exit_status, interrupts_between_batches
+from .options.checks import check_validate_options, recorded_options
+from .options.definitions import train_parser, validate_parser
+from .options.parser import OptionParser, Options
+from .processes import as_one, check_alone, exit_status, interrupts_between_batches
+from .report import figures_text, log, setup_logging
 
 __all__ = ['main']
 
@@ -71,7 +70,7 @@ FIGURES = ('loss', 'top1', 'top5')
 IMAGENET_IMAGES, IMAGENET_CLASSES = 50_000, 1000
 
 
-def model_names(args: argparse.Namespace) -> list[str]:
+def model_names(args: Options) -> list[str]:
     """The models that `--model` stands for: one, all released ones that fit a wildcard, or those that a file lists.
 
     Raises:
@@ -92,7 +91,7 @@ def model_names(args: argparse.Namespace) -> list[str]:
     return names
 
 
-def validate_all(args: argparse.Namespace, names: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
+def validate_all(args: Options, names: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
     """Evaluate models one after the other, and write the results so far after each.
 
     Among several, one that cannot be evaluated does not keep the others from it.
@@ -103,7 +102,7 @@ def validate_all(args: argparse.Namespace, names: list[str]) -> tuple[list[dict[
     results, failed = [], []
     for name in names:
         try:
-            result = validate_with_retries(argparse.Namespace(**{**vars(args), 'model': name}))
+            result = validate_with_retries(args.replace(model=name))
         except UsageError as e:
             if len(names) == 1:
                 raise
@@ -119,7 +118,7 @@ def validate_all(args: argparse.Namespace, names: list[str]) -> tuple[list[dict[
     return results, failed
 
 
-def validate_with_retries(args: argparse.Namespace) -> dict[str, Any]:
+def validate_with_retries(args: Options) -> dict[str, Any]:
     """`validate`, where `--retry` is given with ever smaller batches until the device's memory suffices."""
     while True:
         try:
@@ -130,7 +129,7 @@ def validate_with_retries(args: argparse.Namespace) -> dict[str, Any]:
                 hint = 'give a smaller --batch-size, or --retry' if smaller else 'the model is too large'
                 raise UsageError(f'the memory does not suffice for --batch-size {args.batch_size}: {hint}') from e
         log.info('the memory does not suffice for batches of %d: trying %d', args.batch_size, smaller)
-        args.batch_size = smaller
+        args = args.replace(batch_size=smaller)
 
 
 def expected_top1(model: nn.Module, images: int) -> float | None:
@@ -142,7 +141,7 @@ def expected_top1(model: nn.Module, images: int) -> float | None:
     return release and release.top1
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> Options:
     """The options; where `--checkpoint` is a run's folder, those that are not given are the run's."""
     parser = validate_parser()
     args = parser.parse_with_config(argv)
@@ -150,14 +149,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         folder = Path(args.checkpoint)
         parser.set_defaults(**run_options(folder, parser, named=args))
         args = parser.parse_with_config(argv)
-        args.checkpoint = str(run_checkpoint(folder))
+        args = args.replace(checkpoint=str(run_checkpoint(folder)))
         check_fits(args, Path(args.checkpoint))
-    args.data_dir = args.data or args.data_dir
     check_validate_options(args)
     return args
 
 
-def run_options(folder: Path, parser: OptionParser, named: argparse.Namespace) -> dict[str, Any]:
+def run_options(folder: Path, parser: OptionParser, named: Options) -> dict[str, Any]:
     """Options of `validate.py` that repeat the last validation of a training run.
 
     Args:
@@ -181,7 +179,7 @@ def run_options(folder: Path, parser: OptionParser, named: argparse.Namespace) -
     }
 
 
-def validate(args: argparse.Namespace) -> dict[str, Any]:
+def validate(args: Options) -> dict[str, Any]:
     """Evaluate a model on all of a split.
 
     Returns:

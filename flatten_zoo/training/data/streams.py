@@ -40,15 +40,13 @@ def check_source(name: str, root: str | None, split: str) -> None:
     """Refuse a kind of data set that there is not, whose package is missing, or that is not told where its data are.
 
     Args:
-        name: `--dataset`; empty for folders and tar files.
+        name: `--dataset`.
         root: `--data-dir`.
         split: Name of the split.
 
     Raises:
         UsageError: What is wrong, and what to do.
     """
-    if not name:
-        return
     prefix, separator, _ = name.partition('/')
     kind = prefix.lower()
     if not separator or kind not in KINDS:
@@ -79,8 +77,8 @@ def check_columns(dataset: Dataset, name: str) -> None:
     Raises:
         UsageError: The columns that there are.
     """
-    reader = getattr(dataset, 'reader', None)
-    if not name.lower().startswith('hfds/') or not len(reader):
+    reader = dataset.reader
+    if not len(reader):
         return
     row = reader.dataset[0]
     columns = [column for column, value in row.items() if value is not None]  # timm adds an empty one of images

@@ -15,7 +15,7 @@ from flatten_zoo.models.recorded import check_size
 from flatten_zoo.weights.open import create_model
 
 from ..options.parser import as_given
-from ..output.logs import log
+from ..report import log
 
 __all__ = [
     'build_model', 'build_training_model', 'check_batch_norm', 'check_fits', 'import_device_modules', 'resolve_device',

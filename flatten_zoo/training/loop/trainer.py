@@ -1,5 +1,6 @@
-"""The two loops: one epoch of training, one pass of evaluation."""
+"""The two loops, one epoch of training and one pass of evaluation; and how one that diverges is noticed."""
 import argparse
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -9,78 +10,105 @@ from typing import Any
 
 import torch
 import torchvision
-from timm.scheduler import PlateauLRScheduler
-from timm.scheduler.scheduler import Scheduler
-from timm.task import TrainingTask
 from timm.task.evaluator import ClassificationEvaluator
 from timm.utils import dispatch_clip_grad, unwrap_model
 from torch import nn
-from torch.utils.data import IterableDataset
 
 from flatten_zoo.errors import UsageError
 
-from ..output.logs import log
-from ..output.progress import Progress
-from ..processes.distributed import distribute_batch_norm, gathered, is_first, rank, total, world_size
-from ..randomness import random_state, set_random_state
-from .divergence import EpochLoss, check_weights
-from .optimization import updates_per_epoch
-from .precision import Numerics
+from ..continuing import Position, TrainingState, random_state, set_random_state
+from ..processes import distribute_batch_norm, is_first, total, world_size
+from ..report import Progress
+from .optimization import Numerics
 
-__all__ = ['Trainer', 'evaluate']
+__all__ = ['Divergence', 'Trainer', 'check_weights', 'evaluate', 'remedies']
 
 
-@dataclass
-class Position:
-    """A place within an epoch, after an update of the weights.
+class Divergence(UsageError):
+    """A loss or a weight that is no longer a finite number."""
 
-    Attributes:
-        start: State of the random generators at the start of the epoch.
-        now: Their state at the place: the next batch moves it on.
-        batches: Batches done by this process, as by each of the others.
+
+class EpochLoss:
+    """The mean loss of an epoch so far.
+
+    `add` does not wait for the device. `mean` does, and so it is where a loss that is not finite comes to light.
+
+    Args:
+        label: What to call the epoch in messages.
+        device: Where the losses are.
+        batches: Batches that went before, in an epoch that is continued.
         images: Images in them.
-        loss_sum: Sum of their losses.
+        total: Sum of the losses of these images.
     """
-    start: dict[str, Any]
-    now: dict[str, Any]
-    batches: int = 0
-    images: int = 0
-    loss_sum: float | torch.Tensor = 0.0
+
+    def __init__(
+            self,
+            label: str,
+            device: torch.device,
+            batches: int = 0,
+            images: int = 0,
+            total: float | torch.Tensor = 0.0,
+    ):
+        self.label = label
+        self.batches = batches
+        self.images = images
+        dtype = torch.float32 if device.type == 'mps' else torch.float64  # which MPS does not have
+        self.total = torch.as_tensor(total, dtype=dtype, device=device)
+        self._unseen: list[torch.Tensor] = []
+
+    def add(self, loss: torch.Tensor, images: int) -> None:
+        """Count a batch and its mean loss."""
+        self.total = self.total + loss.to(self.total.dtype) * images  # not in place: a Position keeps earlier sums
+        self.batches += 1
+        self.images += images
+        self._unseen.append(loss)
+
+    def mean(self) -> float:
+        """Mean over the images.
+
+        Raises:
+            Divergence: The loss of a batch is not finite.
+        """
+        mean = self.total.item() / max(self.images, 1)
+        if not math.isfinite(mean):
+            first = self.batches - len(self._unseen) + 1
+            batch, loss = next((n, x) for n, x in enumerate(map(float, self._unseen), first) if not math.isfinite(x))
+            raise Divergence(f'{self.label}: the loss of batch {batch} is {loss}')
+        self._unseen.clear()
+        return mean
+
+
+def check_weights(model: nn.Module, label: str) -> None:
+    """Refuse a model that an update has broken. Waits for the device once.
+
+    Buffers may be infinite by design, but never NaN: batch norm's averages are among them.
+
+    Args:
+        model: The model.
+        label: What to call the moment in the message.
+
+    Raises:
+        Divergence: The name of a tensor that is not finite.
+    """
+    broken = {name: ~tensor.isfinite().all() for name, tensor in model.named_parameters()}
+    broken |= {name: tensor.isnan().any() for name, tensor in model.named_buffers()}
+    if broken and torch.stack(list(broken.values())).any():
+        name = next(name for name, value in broken.items() if value)
+        raise Divergence(f'{label}: the weights are no longer finite ({name} for one)')
 
 
 @dataclass
-class Trainer:
-    """What an epoch of training needs, and how far it is.
+class Trainer(TrainingState):
+    """The loop over an epoch's batches, with all that it changes.
 
     Attributes:
-        args: Options of `train.py`.
-        numerics: Where and how the model computes.
-        task: Model, loss and average of the weights.
-        optimizer: Optimizer of the task's model.
-        scheduler: Schedule of its learning rate, if any.
-        loader: Training batches.
         mixup: Mixes a batch on the device, where the loader does not.
         folder: Output folder.
-        updates: Updates of the weights so far.
-        position: Where in an epoch it is, None between epochs.
         loss: Losses of the current epoch, None before the first.
-        scaler: Scaling of the loss.
     """
-    args: argparse.Namespace
-    numerics: Numerics
-    task: TrainingTask
-    optimizer: torch.optim.Optimizer
-    scheduler: Scheduler | None
-    loader: Any
     mixup: Callable | None
     folder: Path
-    updates: int = field(default=0, init=False)
-    position: Position | None = field(default=None, init=False)
     loss: EpochLoss | None = field(default=None, init=False)
-    scaler: torch.amp.GradScaler = field(init=False)
-
-    def __post_init__(self):
-        self.scaler = self.numerics.scaler()
 
     def train_epoch(self, epoch: int, label: str, recover: Callable[[int], None] | None = None) -> dict[str, float]:
         """One pass over the training data, or what is left of it after `position`.
@@ -98,7 +126,7 @@ class Trainer:
                 saved, and at the end of the epoch.
         """
         self._start_epoch(epoch)
-        position = self.position = self.position or self._epochs_start()
+        position = self.position = self.position or Position(start := random_state(self.numerics.device), start)
         done = position.batches
         self.loss = EpochLoss(label, self.numerics.device, done, position.images, position.loss_sum)
         closed = True
@@ -117,6 +145,7 @@ class Trainer:
                 now = random_state(self.numerics.device)
                 self.position = Position(position.start, now, index + 1, self.loss.images, self.loss.total)
                 if recover and self._recovery_is_due():
+                    self.check()
                     recover(index + 1)
             if progress.advance(len(images)):
                 progress.show(loss=f'{self.loss.mean():.4f}', lr=f'{self.learning_rate():.3g}')
@@ -124,7 +153,7 @@ class Trainer:
             self._update()
         if hasattr(self.optimizer, 'sync_lookahead'):
             self.optimizer.sync_lookahead()
-        distribute_batch_norm(self.task, self.args.dist_bn)
+        distribute_batch_norm(self.task, self.dist_bn)
         self.check()
         loss_sum, images_done = total(self.loss.total.item(), self.loss.images)
         return OrderedDict(loss=loss_sum / max(images_done, 1))
@@ -138,112 +167,6 @@ class Trainer:
         if self.loss is not None:
             self.loss.mean()
         check_weights(unwrap_model(self.task.get_trainable_module()), self.loss.label if self.loss else 'checkpoint')
-
-    def state_dict(self) -> dict[str, Any]:
-        """What continuing needs besides the model, its average and the optimizer: plain types and tensors.
-
-        All processes have to ask for it together; the first one's is that of all.
-
-        Raises:
-            Divergence: There is nothing to continue with.
-        """
-        self.check()
-        run, *others = gathered(self._own_state()) or [{}]
-        if isinstance(self.scheduler, PlateauLRScheduler):
-            run['plateau'] = {
-                'state': self.scheduler.lr_scheduler.state_dict(), 'restore_lr': self.scheduler.restore_lr}
-        state = {'run': run, 'other_runs': others}
-        return state | ({'amp_scaler': self.scaler.state_dict()} if self.scaler.is_enabled() else {})
-
-    def _own_state(self) -> dict[str, Any]:
-        """This process's part of the state."""
-        run = {'updates': self.updates, 'random': random_state(self.numerics.device)}
-        run['generators'] = {name: generator.get_state() for name, generator in self._generators().items()}
-        if self.position is not None and self.position.batches:
-            run['position'] = {**vars(self.position), 'loss_sum': float(self.position.loss_sum)}
-            run['division'] = self._division()
-        if not is_first():
-            run['statistics'] = [statistics.cpu() for statistics in self._own_statistics()]
-        return run
-
-    def _own_statistics(self) -> list[torch.Tensor]:
-        """Statistics of batch norm that differ between the processes."""
-        if self.args.sync_bn or (self.args.dist_bn and self.position is None):
-            return []
-        models = (self.task.get_trainable_module(ema=ema) for ema in (False, True))
-        return [
-            buffer for model in models if model is not None for name, buffer in model.named_buffers()
-            if name.endswith(('running_mean', 'running_var'))]
-
-    def _division(self) -> dict[str, Any]:
-        """What divides the images of an epoch into batches and updates, so that a position in it means something."""
-        names = ['batch_size', 'grad_accum_steps'] + ['workers'] * isinstance(self.loader.dataset, IterableDataset)
-        names += [name for name in vars(self.args) if name.startswith(('train_batch', 'train_size'))]
-        return {name: getattr(self.args, name) for name in names} | {'batches': len(self.loader)}
-
-    def go_to(self, epoch: int, position: Position | None = None) -> None:
-        """Set the place in training; the updates before it, by which rates may be scheduled, follow from the place."""
-        self.position = position
-        before = epoch * updates_per_epoch(self.args, len(self.loader))
-        self.updates = before + updates_per_epoch(self.args, position.batches if position else 0)
-        if self.scheduler is not None:
-            self.scheduler.step_update(self.updates)
-
-    def load_state_dict(self, checkpoint: dict[str, Any], epoch: int, with_optimizer: bool) -> None:
-        """Continue from a checkpoint.
-
-        Args:
-            checkpoint: What `state_dict` returned, and the optimizer's state under 'optimizer'.
-            epoch: The epoch to continue with.
-            with_optimizer: Whether to take over the states of the optimizer, the loss scaling and the plateau.
-        """
-        run = self._run_to_continue(checkpoint)
-        if with_optimizer:
-            self.optimizer.load_state_dict(checkpoint['optimizer'])
-            if self.scaler.is_enabled() and 'amp_scaler' in checkpoint:
-                self.scaler.load_state_dict(checkpoint['amp_scaler'])
-        self.go_to(epoch, Position(**run['position']) if 'position' in run else None)
-        if not isinstance(self.scheduler, PlateauLRScheduler):
-            if self.scheduler is not None:  # the options' rates, whatever the optimizer had
-                self.scheduler.step(epoch)
-        elif with_optimizer and 'plateau' in run:
-            self.scheduler.lr_scheduler.load_state_dict(run['plateau']['state'])
-            self.scheduler.restore_lr = run['plateau']['restore_lr']
-        for name, generator in self._generators().items():
-            if name in run.get('generators', {}):
-                generator.set_state(run['generators'][name])
-        for ours, theirs in zip(self._own_statistics(), run.get('statistics', ()), strict=False):
-            ours.copy_(theirs)
-        if self.position is not None:
-            set_random_state(self.position.start, self.numerics.device)
-        elif 'random' in run:
-            set_random_state(run['random'], self.numerics.device)
-
-    def _run_to_continue(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """This process's state in a checkpoint, as far as it holds for this run."""
-        runs = [checkpoint.get('run', {}), *checkpoint.get('other_runs', ())]
-        if len(runs) != world_size():
-            log.info(
-                'the checkpoint is of %d process%s and this run of %d: the epoch starts %swith other random numbers',
-                len(runs), 'es' if len(runs) > 1 else '', world_size(), 'anew, ' if 'position' in runs[0] else '')
-            return {key: value for key, value in runs[0].items() if key in ('plateau', 'generators')}
-        run = runs[rank()] | {key: value for key, value in runs[0].items() if key == 'plateau'}
-        if self.args.start_epoch is not None:  # another place than the checkpoint's
-            run.pop('position', None)
-        elif 'position' in run and run.get('division') != self._division():
-            log.info('the checkpoint is of an epoch that was divided into other batches or updates: it starts anew')
-            run['random'] = run.pop('position')['start']
-        return run
-
-    def _epochs_start(self) -> Position:
-        state = random_state(self.numerics.device)
-        return Position(start=state, now=state)
-
-    def _generators(self) -> dict[str, torch.Generator]:
-        """Random generators of their own, of the average of bfloat16 weights and of second-order optimizers."""
-        owners = {'average': getattr(self.task.get_trainable_module(ema=True), '_sr_generator', None),
-                  'optimizer': getattr(self.optimizer, 'generator', None)}
-        return {name: generator for name, generator in owners.items() if generator is not None}
 
     def learning_rate(self) -> float:
         """Mean over the parameter groups."""
@@ -352,3 +275,17 @@ def evaluate(
     if not total(evaluator.num_samples)[0]:
         raise UsageError(f'{label}: no image can be read')
     return evaluator.compute(distributed=world_size() > 1)
+
+
+def remedies(args: argparse.Namespace, lr: float) -> str:
+    """What to try with these options and that learning rate."""
+    rates = {'--lr': lr, '--min-lr': args.min_lr} | ({'--warmup-lr': args.warmup_lr} if args.warmup_epochs else {})
+    highest = max(rates, key=rates.get)
+    ideas = [f'a lower {highest} than {rates[highest]:g}', 'more --warmup-epochs']
+    if args.clip_grad is None:
+        ideas.append('--clip-grad 1')
+    if args.amp and args.amp_dtype == 'float16':
+        ideas.append('--amp-dtype bfloat16')
+    if args.model_dtype == 'float16':
+        ideas.append('--model-dtype bfloat16')
+    return f'try {", ".join(ideas[:-1])} or {ideas[-1]}'

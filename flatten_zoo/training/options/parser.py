@@ -14,7 +14,26 @@ from flatten_zoo.errors import UsageError, unknown_name
 from flatten_zoo.files import write_beside
 from flatten_zoo.models.recorded import check_plain, shown
 
-__all__ = ['KeyValues', 'Number', 'OptionParser', 'as_given', 'flag', 'read_options_file', 'write_options_file']
+__all__ = [
+    'KeyValues', 'Number', 'OptionParser', 'Options', 'as_given', 'flag', 'read_options_file', 'write_options_file',
+]
+
+
+class Options(argparse.Namespace):
+    """Options as they were given, which nothing changes from then on: what follows from them is kept elsewhere."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        vars(self).update(values)
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(f'the options stay as they were given, {name} too')
+
+    def __delattr__(self, name: str) -> NoReturn:
+        self.__setattr__(name, None)
+
+    def replace(self, **values: Any) -> 'Options':
+        """Other options, of which these differ."""
+        return Options(vars(self) | values)
 
 
 class KeyValues(ParseKwargs):
@@ -104,7 +123,7 @@ class OptionParser(argparse.ArgumentParser):
             raise UsageError(f"unexpected argument '{unknown[0]}'")
         return options
 
-    def parse_with_config(self, args: list[str] | None = None) -> argparse.Namespace:
+    def parse_with_config(self, args: list[str] | None = None) -> Options:
         """Options from the command line, over those of the `--config` file, over the defaults."""
         early = OptionParser(add_help=False)
         config = early.parse_known_args(args)[0].config
@@ -114,9 +133,9 @@ class OptionParser(argparse.ArgumentParser):
             except UsageError as e:
                 raise UsageError(f'--config: {e}') from e
             self.set_defaults(**self.check(values, source=config))
-        options = self.parse_args(args)
-        del options.config
-        return options
+        values = vars(self.parse_args(args))
+        del values['config']
+        return Options(values)
 
     def check(self, values: dict[str, Any], source: str | Path) -> dict[str, Any]:
         """Options by destination name, each of the type its command line option has.
@@ -218,7 +237,7 @@ def read_options_file(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def write_options_file(path: Path, options: argparse.Namespace) -> None:
+def write_options_file(path: Path, options: Mapping[str, Any]) -> None:
     """Write options so that `--config` reads them back."""
     with write_beside(path) as temporary:
-        temporary.write_text(yaml.safe_dump(vars(options), sort_keys=False))
+        temporary.write_text(yaml.safe_dump(dict(options), sort_keys=False))

@@ -22,9 +22,9 @@ def synchronize_batch_norm(model: nn.Module, device: torch.device) -> nn.Module:
     """
     if device.type != 'cpu':
         return convert_sync_batchnorm(model)
-    for layer in model.modules():
+    for name, layer in list(model.named_modules()):
         if isinstance(layer, _BatchNorm):
-            layer.__class__ = _SyncBatchNormOnCPU
+            model.set_submodule(name, _SyncBatchNormOnCPU(layer))
     return model
 
 
@@ -43,7 +43,15 @@ class _SumOverProcesses(torch.autograd.Function):
 
 
 class _SyncBatchNormOnCPU(_BatchNorm):
-    """torch's and timm's batch norms, the latter with dropout and activation, in plain operators."""
+    """torch's and timm's batch norms, the latter with dropout and activation, in plain operators.
+
+    Args:
+        layer: Batch norm that this takes the place of, with its parameters, statistics and options.
+    """
+
+    def __init__(self, layer: _BatchNorm):
+        nn.Module.__init__(self)
+        vars(self).update(vars(layer))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
