@@ -24,7 +24,7 @@ demo: $(DEMO)
 	$(BIN)/python train.py --config configs/quickstart.yaml
 	$(BIN)/python validate.py --checkpoint output/train/quickstart
 
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --durations 25
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal --durations 25
 
 test: lint
 	$(PYTEST)

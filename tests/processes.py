@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
+
+from .runs import save_no_picture
 
 RUNS = 8  # that they can make one after the other
 
@@ -73,6 +76,7 @@ def _run(said: Path, environment: dict[str, Any], sender, function: Callable, ar
         os.dup2(file.fileno(), 2)
     sys.stderr = open(2, 'w', closefd=False)  # noqa: SIM115
     torch.set_num_threads(1)
+    Figure.savefig = save_no_picture
     multiprocessing.set_start_method('fork', force=True)  # of a loader's processes, as under torchrun on Linux
     status = 1
     try:

@@ -11,6 +11,8 @@ from flatten_zoo.models import AttentionResNet
 from flatten_zoo.weights import zoo_models
 from flatten_zoo.weights.catalogue import PARAMETERS
 
+from .networks import seeded
+
 KINDS = {
     'ea': flatten_zoo.EfficientAttention,
     'issa': flatten_zoo.InterlacedSparseAttention,
@@ -19,12 +21,6 @@ KINDS = {
 ARCHITECTURES = ('resnet50', 'resnet101', 'resnext101_32x4d')
 
 kinds = pytest.mark.parametrize('kind', KINDS)
-
-
-def seeded(name: str, **kwargs) -> torch.nn.Module:
-    """A narrow and shallow form of a model, always with the same weights."""
-    torch.manual_seed(0)
-    return timm.create_model(name, layers=(1, 2, 2, 1), channels=(8, 16, 24, 32), **kwargs).eval()
 
 
 @pytest.fixture(scope='module')

@@ -12,15 +12,13 @@ from flatten_zoo.cost.comparison import compare_stages
 from flatten_zoo.cost.counting import count
 from flatten_zoo.weights import zoo_models
 
-from .test_attention_resnet import seeded
-from .test_flatten_models import FIXED_SIZE, SMALL, create_small
+from .networks import FIXED_SIZE, RESNETS, SHALLOW, SMALL, create_small, dynamic, seeded
 
-DENSE_SIZES = [(512, 512), (800, 1333), (1024, 2048), (257, 333)]
+DENSE_SIZES = [(512, 512), (1024, 2048), (257, 333)]
 ONE_OF_EACH = ('flatten_pvt_t', 'flatten_pvt_v2_b0', 'flatten_swin_t', 'flatten_cswin_t', 'flatten_deit_t',
                'ea_resnet50', 'issa_resnet50', 'nl_resnet50')
 every_model = pytest.mark.parametrize(
     'name', [name if name in ONE_OF_EACH else pytest.param(name, marks=pytest.mark.slow) for name in zoo_models()])
-RESNETS = ('ea_resnet50', 'issa_resnet50', 'nl_resnet50')
 
 
 def any_size(name):
@@ -31,7 +29,7 @@ def any_size(name):
 def small(name, **kwargs):
     if name in RESNETS:
         return seeded(name, zero_init_last=False, **kwargs)
-    return create_small(name, **({'dynamic_img_size': True} if name in FIXED_SIZE else {}), **kwargs)
+    return create_small(name, **dynamic(name), **kwargs)
 
 
 def check_maps(backbone, x):
@@ -44,7 +42,7 @@ def check_maps(backbone, x):
     return maps
 
 
-@pytest.mark.parametrize('name', zoo_models())
+@every_model
 def test_strides_and_channels(name):
     backbone = timm.create_model(name, features_only=True, device='meta', **any_size(name)).eval()
     strides = [16] * 3 if 'deit' in name else [4, 8, 16, 32] if name.startswith('flatten') else [2, 4, 8, 16, 32]
@@ -55,8 +53,9 @@ def test_strides_and_channels(name):
 @every_model
 def test_maps_at_dense_sizes(name):
     """The maps, all of them or some, from `features_only` and from `forward_intermediates`."""
-    model = timm.create_model(name, device='meta', **any_size(name)).eval()
-    backbone = timm.create_model(name, features_only=True, out_indices=(0, 2), device='meta', **any_size(name)).eval()
+    kwargs = {'device': 'meta', **any_size(name), **SHALLOW.get(name, {})}
+    model = timm.create_model(name, **kwargs).eval()
+    backbone = timm.create_model(name, features_only=True, out_indices=(0, 2), **kwargs).eval()
     for size in DENSE_SIZES:
         x = torch.empty(1, 3, *size, device='meta')
         every = model.forward_intermediates(x, intermediates_only=True)
@@ -102,7 +101,7 @@ def linear_stages(name):
     for name in zoo_models() if not name.startswith(('nl_', 'issa_'))])
 def test_linear_stages_grow_linearly(name):
     """Computation, activations and memory are a + b · pixels; computation has no constant part."""
-    model = timm.create_model(name, device='meta', **any_size(name)).eval()
+    model = timm.create_model(name, device='meta', **any_size(name), **SHALLOW.get(name, {})).eval()
     shapes = {stage: [] for stage in linear_stages(name)}
     hooks = [
         model.get_submodule(stage).register_forward_pre_hook(
@@ -141,7 +140,7 @@ def test_command_shows_linear_growth(capsys):
         assert macs[name, '128'] == 4 * macs[name, '64'] > 0
 
 
-@pytest.mark.parametrize('name', ['ea', 'hrnet_w18_small', 'pit_ti_224', 'coat_tiny', 'xcit_nano_12_p16_224'])
+@pytest.mark.parametrize('name', ['ea', 'pit_ti_224', 'xcit_nano_12_p16_224'])
 def test_models_without_stages_of_their_own(name, capsys):
     assert main(['complexity', name, '--stages']) == 2
     assert f"error: --stages: '{name}' " in capsys.readouterr().err

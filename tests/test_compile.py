@@ -6,11 +6,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from flatten_zoo.weights import zoo_models
 
-from .test_flatten_models import SMALL, dynamic
+from .networks import SHALLOW, dynamic
 
-RESNET = dict(layers=(1, 1, 1, 1), channels=(8, 16, 24, 32), zero_init_last=False)
-FAMILIES = SMALL | {'ea_resnet50': RESNET, 'nl_resnet50': RESNET,
-                    'issa_resnet50': RESNET | {'attn_kwargs': {'group_size': 2}}}
+FAMILIES = SHALLOW | {'issa_resnet50': SHALLOW['issa_resnet50'] | {'attn_kwargs': {'group_size': 2}}}
+QUICK = ('flatten_pvt_v2_b0', 'issa_resnet50')
 families = pytest.mark.parametrize('name', FAMILIES)
 # A map or a row of windows that is a single one gets a graph of its own, as every size of 1 does: none here does
 SIZES = [(128, 128), (96, 96), (96, 128), (130, 90), (160, 96), (128, 128)]
@@ -45,7 +44,8 @@ class Counted:
         return self.counter.frame_count
 
 
-@families
+@pytest.mark.parametrize('name', [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
 def test_one_graph_for_training_and_one_for_inference(name):
     counted = Counted(create(name, drop_path_rate=0.1))
     assert [counted.train(), counted.train(), counted.infer(), counted.infer()] == [1, 1, 2, 2]

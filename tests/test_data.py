@@ -24,6 +24,7 @@ from flatten_zoo.visualize import load_picture
 
 from .tiny_images import write_images, write_parquet, write_shards, write_tars
 
+pytestmark = pytest.mark.usefixtures('no_pictures')
 TINY = shlex.split('--model test_resnet --num-classes 3 --img-size 32 -b 6')
 BRIEF = shlex.split('--epochs 2 --lr 0.02 --warmup-epochs 0')
 LENGTHS = shlex.split('--train-num-samples 36 --val-num-samples 15')

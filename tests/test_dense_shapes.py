@@ -1,6 +1,7 @@
 """The generated shapes, and reading folders in COCO's format."""
 import hashlib
 import json
+import pickle
 import sys
 
 import numpy as np
@@ -201,9 +202,8 @@ def test_transforms_move_image_and_objects_together(shapes):
 
 
 def test_loads_in_other_processes(shapes):
-    loader = torch.utils.data.DataLoader(
-        CocoInstances(shapes), 2, num_workers=1, collate_fn=list, multiprocessing_context='spawn')
-    (image, target), _ = next(iter(loader))
+    data = pickle.loads(pickle.dumps(CocoInstances(shapes)))  # as the spawned ones get it
+    (image, target), _ = next(iter(torch.utils.data.DataLoader(data, 2, num_workers=1, collate_fn=list)))
     torch.testing.assert_close(image, CocoInstances(shapes)[0][0])
     assert len(target['masks'])
 

@@ -27,7 +27,7 @@ from flatten_zoo.training.options.definitions import train_parser
 from flatten_zoo.training.train import main
 
 from .processes import in_processes, next_run
-from .test_training_resume import assert_same_end
+from .runs import assert_same_end
 from .tiny_images import write_images, write_parquet, write_shards, write_tars
 
 ROOT = Path(__file__).parents[1]
@@ -414,23 +414,36 @@ def log_up_to(process: subprocess.Popen, text: str) -> str:
     raise AssertionError(''.join(lines))
 
 
-def test_torchrun_terminated_continued_and_killed(tmp_path):
-    """Either leaves a recovery checkpoint, SIGKILL because the processes notice it."""
-    images = write_images(tmp_path / 'images', train=80)
-    options = (images, '--output', tmp_path, *shlex.split('--epochs 1000 -j 1 -b 2 --resume auto --log-interval 20'))
+def long_run(folder: Path) -> list:
+    """Options of epochs of 60 batches."""
+    images = write_images(folder / 'images', train=80)
+    return [images, '--output', folder, *shlex.split('--epochs 1000 -j 1 -b 2 --resume auto --log-interval 20')]
+
+
+def test_torchrun_terminated(tmp_path):
     folder = tmp_path / 'run'
-    process = torchrun(*options)
-    log_up_to(process, 'epoch 1/1000  batch 20/60')
+    process = torchrun(*long_run(tmp_path))
+    log_up_to(process, 'epoch 0/1000  batch 20/60')
     process.send_signal(signal.SIGTERM)
     log = process.communicate(timeout=60)[1]
     assert process.returncode != 0
     recovered = last_checkpoint(folder)
-    assert recovered.name.startswith('recovery-1-'), log
+    assert recovered.name.startswith('recovery-0-'), log
     assert log.count(f'interrupted; the last complete checkpoint is {recovered}') == 1
 
+
+@pytest.mark.slow
+def test_torchrun_killed_and_continued(tmp_path):
+    """The processes notice it."""
+    options, folder = long_run(tmp_path), tmp_path / 'run'
     process = torchrun(*options)
-    assert f'continuing from {recovered} at epoch 1' in log_up_to(process, 'epoch 2/1000  batch 20/60')
+    log_up_to(process, 'epoch 1/1000  batch 20/60')
     process.kill()
     log = process.communicate(timeout=60)[1]  # up to the end of the processes, which have its standard error
     assert log.splitlines()[-1] == f'interrupted; the last complete checkpoint is {last_checkpoint(folder)}'
-    assert last_checkpoint(folder).name.startswith('recovery-2-')
+    recovered = last_checkpoint(folder)
+    assert recovered.name.startswith('recovery-1-')
+    process = torchrun(*options)
+    assert f'continuing from {recovered} at epoch 1' in log_up_to(process, 'batch 20/60')
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)

@@ -29,20 +29,10 @@ from flatten_zoo.samples.digits import write_digits
 from flatten_zoo.training.train import main as train
 from flatten_zoo.weights import open_model, zoo_models
 
-from .test_attention_resnet import seeded
-from .test_flatten_models import FIXED_SIZE, SMALL, create_small, dynamic
+from .networks import RESNETS, SMALL, create_shallow, create_small, dynamic
 
-RESNETS = ('ea_resnet50', 'issa_resnet50', 'nl_resnet50')
-SHALLOW = dict.fromkeys(('flatten_pvt_t', 'flatten_pvt_v2_b0', 'flatten_cswin_t'), {'depths': (1, 1, 1, 1)})
 LOAD = {'onnx': load_onnx, 'pt2': load_program}
 UNSEEN = [(1, 33, 47), (2, 64, 64), (3, 70, 101)]  # batch, height, width
-
-
-def small(name, **kwargs):
-    """A small model of a family, all of whose parts are at work, and of few layers, as tracing takes time for each."""
-    if name in RESNETS:
-        return seeded(name, zero_init_last=False, **kwargs)
-    return create_small(name, **SHALLOW.get(name, {}), **kwargs)
 
 
 def outputs(network, x):
@@ -60,36 +50,42 @@ def assert_same(path, network, shapes, tolerance=1e-4):
             assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
 
 
-@pytest.mark.parametrize('name', [*SMALL, *RESNETS])
-@pytest.mark.parametrize(('task', 'format'), [('features', 'onnx'), ('classification', 'pt2')])
+# what traces quickly; the others take seconds each
+BATCHES = [('flatten_cswin_t', 'features', 'onnx'), ('nl_resnet50', 'classification', 'pt2')]
+
+
+@pytest.mark.parametrize(('name', 'task', 'format'), [
+    case if case in BATCHES else pytest.param(*case, marks=pytest.mark.slow)
+    for name in (*SMALL, *RESNETS)
+    for case in ((name, 'features', 'onnx'), (name, 'classification', 'pt2'))])
 def test_one_file_for_many_batches(name, task, format, tmp_path):
-    model = small(name)
+    model = create_shallow(name)
     path = tmp_path / f'model.{format}'
     assert export(model, path, task, format, (64, 64), 'batch') < 1e-4
     network = feature_network(model) if task == 'features' else model
     assert_same(path, network, [(batch, 64, 64) for batch in (1, 2, 5)])
 
 
-QUICK = [('flatten_pvt_t', 'features', 'onnx'), ('issa_resnet50', 'features', 'pt2')]
+QUICK = [('flatten_deit_t', 'features', 'onnx'), ('ea_resnet50', 'features', 'pt2')]
 
 
 @pytest.mark.parametrize(('name', 'task', 'format'), [
     case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow)
     for case in itertools.product((*SMALL, *RESNETS), ('classification', 'features'), ('onnx', 'pt2'))])
 def test_one_file_for_many_sizes(name, task, format, tmp_path):
-    model = small(name, **({'dynamic_img_size': True} if name in FIXED_SIZE else {}))
+    model = create_shallow(name, **dynamic(name))
     path = tmp_path / f'model.{format}'
     assert export(model, path, task, format, (50, 76), 'both') < 1e-4
     assert_same(path, feature_network(model) if task == 'features' else model, UNSEEN)
 
 
 @pytest.mark.parametrize(('name', 'opset'), [
-    case if case == ('flatten_pvt_t', 17) else pytest.param(*case, marks=pytest.mark.slow)
+    case if case == ('flatten_deit_t', 17) else pytest.param(*case, marks=pytest.mark.slow)
     for case in itertools.product((*SMALL, *RESNETS), OPSETS)])
 def test_opsets(name, opset, tmp_path):
     """Each in the file format of its time, and as onnxruntime's tools expect."""
     path = tmp_path / 'model.onnx'
-    assert export(small(name), path, img_size=(64, 64), opset=opset) < 1e-4
+    assert export(create_shallow(name), path, img_size=(64, 64), opset=opset) < 1e-4
     graph = onnx.load(path)
     onnx.checker.check_model(graph, full_check=True)
     assert {o.domain: o.version for o in graph.opset_import} == {'': opset}
@@ -99,14 +95,14 @@ def test_opsets(name, opset, tmp_path):
     quant_pre_process(path, tmp_path / 'prepared.onnx', skip_symbolic_shape=opset > 17)
 
 
-@pytest.mark.parametrize('task', ['classification', 'features'])
+@pytest.mark.parametrize('task', [pytest.param('classification', marks=pytest.mark.slow), 'features'])
 def test_reparameterized_unless_told_otherwise(task, tmp_path):
     path = tmp_path / 'model.pt2'
     for options in ((), ('--no-reparameterize',)):
         arguments = ('test_resnet', *options, '--task', task, '--format', 'pt2', '--img-size', 32, '--force')
         assert run_export(*arguments, '-o', path) == 0
     for reparameterize in (True, False):
-        export(seeded('ea_resnet50'), path, task, 'pt2', (64, 64), force=True, reparameterize=reparameterize)
+        export(create_shallow('ea_resnet50'), path, task, 'pt2', (64, 64), force=True, reparameterize=reparameterize)
         operations = {str(node.target) for node in torch.export.load(path).graph.nodes}
         assert any('batch_norm' in operation for operation in operations) != reparameterize
 
@@ -120,18 +116,17 @@ def test_another_opset_than_asked_for(tmp_path, monkeypatch):
 
 def test_shifted_windows_leave_the_size_open(tmp_path):
     model = create_small(
-        'flatten_swin_t', depths=(1, 2), num_heads=(1, 2), attn_types=('linear', 'softmax'), dynamic_img_size=True)
+        'flatten_swin_t', depths=(2,), num_heads=(1,), attn_types='softmax', dynamic_img_size=True)
     path = tmp_path / 'swin.pt2'
     assert export(model, path, 'classification', 'pt2', (50, 76), 'both') < 1e-4
     assert_same(path, model, UNSEEN)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('task', ['classification', 'features'])
 @pytest.mark.parametrize('name', zoo_models())
-def test_every_model_exports(name, task, tmp_path):
+def test_every_model_exports(name, tmp_path):
     size = (64, 64)
-    for format in ('onnx', 'pt2'):
+    for task, format in (('classification', 'onnx'), ('features', 'pt2')):
         model, _ = open_model(name, size)
         path = tmp_path / f'{name}.{format}'
         export(model, path, task, format, size, dynamic='batch')
@@ -142,8 +137,8 @@ def test_every_model_exports(name, task, tmp_path):
 
 def test_features_are_those_of_timm():
     for name in (*SMALL, *RESNETS):
-        expected = small(name, features_only=True)
-        network = feature_network(small(name))
+        expected = create_shallow(name, features_only=True)
+        network = feature_network(create_shallow(name))
         assert network.feature_info.channels() == expected.feature_info.channels()
         assert network.feature_info.reduction() == expected.feature_info.reduction()
         x = torch.randn(1, 3, 64, 64)
@@ -153,7 +148,7 @@ def test_features_are_those_of_timm():
 @pytest.mark.parametrize('name', [*SMALL, *RESNETS])
 def test_feature_extractor_of_torchvision(name):
     """Traced without a size, and so for every size that the network takes; nothing about it has to be passed."""
-    model = small(name, **({'dynamic_img_size': True} if name in FIXED_SIZE else {}))
+    model = create_shallow(name, **dynamic(name))
     extractor = create_feature_extractor(model, {get_graph_node_names(model)[1][-1]: 'logits'}).eval()
     for batch, height, width in UNSEEN:
         x = torch.randn(batch, 3, height, width)
@@ -163,7 +158,7 @@ def test_feature_extractor_of_torchvision(name):
 @pytest.mark.filterwarnings('ignore')
 @pytest.mark.parametrize('name', SMALL)
 def test_traced_by_torchscript_for_one_size(name):
-    model = small(name, **dynamic(name))
+    model = create_shallow(name, **dynamic(name))
     for size in (64, 96):
         traced = torch.jit.trace(model, torch.randn(1, 3, size, size), check_trace=False)
         x = torch.randn(1, 3, size, size)
@@ -175,7 +170,7 @@ def test_traced_by_torchscript_for_one_size(name):
 def test_traced_by_torchscript(name):
     """Stripes and groups are those of each image, not of the one traced."""
     kwargs = {'split_sizes': (1, 2, 7, 7), 'attn_types': 'softmax'} if 'cswin' in name else {}
-    model = small(name, **kwargs)
+    model = create_shallow(name, **kwargs)
     traced = torch.jit.trace(model, torch.randn(1, 3, 96, 96), check_trace=False)
     for shape in ((1, 224, 160), *UNSEEN):
         x = torch.randn(shape[0], 3, *shape[1:])
@@ -195,8 +190,8 @@ def write_images(folder, number=8):
       for options in (('--opset', 17), ('--task', 'features', '--dynamic', 'both')))])
 def test_int8(name, options, tmp_path, capsys, monkeypatch):
     """Products with weights have both inputs in 8 bits, with scales as TensorRT wants them; nothing else is rounded."""
-    kwargs = {'dynamic_img_size': True} if name in FIXED_SIZE and 'both' in options else {}
-    monkeypatch.setattr('flatten_zoo.weights.open_model', lambda *args: (small(name, **kwargs), 'untrained'))
+    kwargs = dynamic(name) if 'both' in options else {}
+    monkeypatch.setattr('flatten_zoo.weights.open_model', lambda *args: (create_shallow(name, **kwargs), 'untrained'))
     write_images(tmp_path / 'images')
     path = tmp_path / 'model.onnx'
     arguments = ('--img-size', 64, '--int8', tmp_path / 'images', '-o', path)
@@ -298,7 +293,7 @@ def test_command_and_description(tmp_path, capsys):
     assert run_export(*arguments) == 2
     error = capsys.readouterr().err
     assert f"'{path}' is there already" in error and '--force' in error and path.read_bytes() == before
-    assert run_export('resnet18', '--force', '-o', path) == 0
+    assert run_export('test_resnet', '--force', '--img-size', 32, '-o', path) == 0
     about = json.loads(description_of(path).read_text())
     assert about['outputs'] == [{'name': 'logits', 'classes': 1000}]
 
@@ -336,11 +331,12 @@ def test_checkpoint_of_a_model_of_timm(tmp_path):
     assert run_export('resnet18', '--checkpoint', weights, '--format', 'pt2', '-o', tmp_path / 'other.pt2') == 2
 
 
-@pytest.mark.parametrize('format', ['onnx', 'pt2'])
-@pytest.mark.parametrize('name', ['flatten_pvt_t', 'ea_resnet50'])
+@pytest.mark.parametrize(('name', 'format'), [
+    ('flatten_pvt_t', 'onnx'), ('ea_resnet50', 'pt2'),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (('flatten_pvt_t', 'pt2'), ('ea_resnet50', 'onnx')))])
 def test_half(name, format, tmp_path):
     path = tmp_path / f'half.{format}'
-    model = small(name)
+    model = create_shallow(name)
     x = torch.randn(1, 3, 64, 64)
     full = model(x)
     export(model, path, format=format, img_size=(64, 64), half=True)

@@ -21,6 +21,7 @@ from flatten_zoo.models.flatten_cswin import StripeBranch
 from flatten_zoo.weights import to_official
 from flatten_zoo.weights.catalogue import PARAMETERS
 
+from .networks import FIXED_SIZE, SMALL, create_shallow, create_small, dynamic
 from .operators import Maps
 from .reference import load_reference
 
@@ -40,15 +41,6 @@ RELEASED = {
     'flatten_pvt_t', 'flatten_pvt_v2_b0', 'flatten_swin_t', 'flatten_swin_s', 'flatten_swin_b', 'flatten_swin_b_384',
     'flatten_cswin_t',
 }
-# one small network of each family
-SMALL = {
-    'flatten_pvt_t': dict(img_size=64, depths=(1, 1, 2, 1), embed_dims=(16, 32, 40, 64)),
-    'flatten_pvt_v2_b0': dict(img_size=64, depths=(1, 1, 2, 1), embed_dims=(16, 32, 40, 64)),
-    'flatten_swin_t': dict(img_size=64, depths=(1, 1, 2, 1), embed_dim=16, num_heads=(1, 2, 4, 8), window_size=2),
-    'flatten_cswin_t': dict(img_size=64, depths=(1, 1, 2, 1), embed_dim=16, num_heads=(2, 2, 4, 8), split_sizes=2),
-    'flatten_deit_t': dict(img_size=64, depth=5, embed_dim=48, num_heads=3),
-}
-FIXED_SIZE = {'flatten_swin_t', 'flatten_deit_t'}  # the others take any size as they are
 families = pytest.mark.parametrize('name', SMALL)
 official_families = pytest.mark.parametrize('name', [name for name in SMALL if 'deit' not in name])
 fixed_size_families = pytest.mark.parametrize('name', sorted(FIXED_SIZE))
@@ -61,10 +53,6 @@ def filter_for(name):
 def linear_by_default(name):
     """Of the small network's five blocks, how many have linear attention."""
     return 2 if 'swin' in name else 5
-
-
-def dynamic(name):
-    return {'dynamic_img_size': True} if name in FIXED_SIZE else {}
 
 
 def blocks_of(model):
@@ -85,20 +73,9 @@ def saved_tensors():
         yield saved
 
 
-def create_small(name, **kwargs):
-    """A small network with its zero-initialised parameters away from zero, as after training."""
-    torch.manual_seed(0)
-    model = timm.create_model(name, **{**SMALL[name], 'num_classes': 10, **kwargs}).eval()
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if key.endswith(('positional_encoding', 'scale')):
-                parameter.normal_(std=0.2)
-    return model
-
-
 @pytest.mark.parametrize('name', [
-    'flatten_pvt_t', 'flatten_pvt_s', 'flatten_pvt_v2_b0', 'flatten_pvt_v2_b1', 'flatten_swin_t', 'flatten_swin_b_384',
-    'flatten_cswin_t',
+    'flatten_pvt_t', 'flatten_pvt_s', 'flatten_pvt_v2_b0', 'flatten_pvt_v2_b1', 'flatten_swin_t', 'flatten_cswin_t',
+    pytest.param('flatten_swin_b_384', marks=pytest.mark.slow),
 ])
 def test_official_outputs(name):
     reference = load_reference(name)
@@ -116,21 +93,22 @@ def test_official_outputs(name):
             assert (value - expected).abs().max() <= tolerance * expected.abs().max(), (key, dtype)
 
 
-@pytest.mark.parametrize('name', COSTS)
-def test_parameters_and_multiply_accumulates(name):
+@pytest.mark.parametrize('name', [
+    name if name in (*SMALL, 'flatten_swin_b_384') else pytest.param(name, marks=pytest.mark.slow) for name in COSTS])
+def test_multiply_accumulates(name):
     model = timm.create_model(name, device='meta').eval()
-    assert all(p.is_meta for p in model.parameters())
     with FlopCounterMode(display=False) as flops:
         model(torch.empty(1, *model.default_cfg['input_size'], device='meta'))
-    parameters, macs = COSTS[name]
-    count = sum(p.numel() for p in model.parameters())
-    assert round(count / 1e6, 2) == parameters and count == PARAMETERS[name]
-    assert flops.get_total_flops() / 2e9 == pytest.approx(macs, abs=0.015)
+    assert flops.get_total_flops() / 2e9 == pytest.approx(COSTS[name][1], abs=0.015)
 
 
 @pytest.mark.parametrize('name', COSTS)
-def test_evaluation_settings(name):
-    config = timm.data.resolve_data_config({}, model=timm.create_model(name, device='meta'))
+def test_parameters_and_evaluation_settings(name):
+    model = timm.create_model(name, device='meta')
+    assert all(p.is_meta for p in model.parameters())
+    count = sum(p.numel() for p in model.parameters())
+    assert round(count / 1e6, 2) == COSTS[name][0] and count == PARAMETERS[name]
+    config = timm.data.resolve_data_config({}, model=model)
     size = 384 if name.endswith('384') else 224
     assert config['input_size'] == (3, size, size)
     assert config['interpolation'] == 'bicubic' and config['crop_mode'] == 'squash'
@@ -424,9 +402,11 @@ def test_half_precision(name, dtype):
         assert (actual - y).norm() <= 8 * torch.finfo(dtype).eps * y.norm()
 
 
-@families
+@pytest.mark.parametrize('name', [  # the others are compiled and exported in test_compile.py and test_export.py too
+    name if name in ('flatten_swin_t', 'flatten_cswin_t') else pytest.param(name, marks=pytest.mark.slow)
+    for name in SMALL])
 def test_torch_transformations(name):
-    model = create_small(name)
+    model = create_shallow(name)
     x = torch.randn(2, 3, 64, 64)
     y = model(x)
     torch.testing.assert_close(torch.compile(model, fullgraph=True, backend='aot_eager')(x), y)
@@ -435,8 +415,8 @@ def test_torch_transformations(name):
     torch.testing.assert_close(program(x[:1]), y[:1], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize('direction', ['vertical', 'horizontal', 'whole'])
-@pytest.mark.parametrize('size', [(6, 9), (7, 8)], ids=str)
+@pytest.mark.parametrize(('direction', 'size'), [
+    ('vertical', (6, 9)), ('vertical', (7, 8)), ('horizontal', (7, 8)), ('whole', (6, 9))], ids=str)
 def test_exported_stripes_serve_sizes_that_pad_or_not(direction, size):
     branch = StripeBranch(2, 8, 3, direction).eval()
     dynamic_shapes = (dict.fromkeys(range(3), torch.export.Dim.DYNAMIC),)

@@ -16,12 +16,10 @@ from flatten_zoo import cli
 from flatten_zoo.errors import UsageError
 from flatten_zoo.weights import dry_run, load_model, push, save_model, use_hub
 
+from .networks import SHALLOW
 from .servers import hub_server
-from .test_export import RESNETS, SHALLOW
-from .test_flatten_models import SMALL as FAMILIES
 
 SMALL = dict(img_size=64, depths=(1, 1, 1, 1), embed_dims=(16, 16, 40, 64), num_classes=3)
-TINY_RESNET = dict(layers=(1, 1, 1, 1), channels=(8, 16, 24, 32), zero_init_last=False)
 REPO = 'me/flatten_pvt_t.mine'
 
 
@@ -178,11 +176,11 @@ def test_what_cannot_be_published(hub, folder):
     assert hub.requests == []
 
 
-@pytest.mark.parametrize('name', [*FAMILIES, *RESNETS])
+@pytest.mark.parametrize('name', SHALLOW)
 def test_transformers(name, hub, tmp_path):
     """The weights, the preprocessing and the class names of a run, from a folder and from the Hub."""
     transformers = pytest.importorskip('transformers')
-    kwargs = {**FAMILIES.get(name, TINY_RESNET), **SHALLOW.get(name, {})}
+    kwargs = SHALLOW[name]
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=3, **kwargs).eval()
     names = ['cat', 'dog', 'emu']
@@ -251,11 +249,9 @@ def test_other_processes_by_the_environment(tmp_path):
         env = {**os.environ, 'HF_ENDPOINT': server.address, 'HF_HOME': str(tmp_path / 'home'), 'HF_TOKEN': 'hf_right',
                'HF_HUB_DISABLE_XET': '1', 'OMP_NUM_THREADS': '1'}
 
-        def run(*command):
-            return subprocess.check_output([sys.executable, *command], env=env, text=True)
-
-        run('-m', 'flatten_zoo', 'push', str(path), '--repo', REPO)
-        code = ('import flatten_zoo, timm, torch; '
+        code = ('import sys, timm; from flatten_zoo.cli import main; assert main(sys.argv[1:]) == 0; '
                 f'model = timm.create_model("hf-hub:{REPO}", pretrained=True); print(model.head.weight.sum().item())')
-        assert run('-c', code) == f'{load_model(path).head.weight.sum().item()}\n'
+        push = [sys.executable, '-c', code, 'push', str(path), '--repo', REPO]
+        printed = subprocess.check_output(push, env=env, text=True).splitlines()
+        assert printed[-1] == str(load_model(path).head.weight.sum().item())
     assert (tmp_path / 'home').is_dir()

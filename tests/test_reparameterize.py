@@ -16,11 +16,9 @@ from flatten_zoo.errors import UsageError
 from flatten_zoo.layers import FocusedLinearCore
 from flatten_zoo.visualize.reading import attention_layers, read_attention
 
-from .test_attention_resnet import seeded
-from .test_flatten_models import FIXED_SIZE, SMALL, create_small, dynamic
+from .networks import FIXED_SIZE, SHALLOW, SMALL, create_shallow, dynamic
 
-RESNETS = ('ea_resnet50', 'issa_resnet50', 'nl_resnet50')
-networks = pytest.mark.parametrize('name', [*SMALL, *RESNETS])
+networks = pytest.mark.parametrize('name', SHALLOW)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 2e-2}
 
 
@@ -41,10 +39,7 @@ def trained(model: nn.Module) -> nn.Module:
 
 
 def small(name: str, **kwargs) -> nn.Module:
-    if name in RESNETS:
-        return trained(seeded(name, zero_init_last=False, **kwargs))
-    shallow = {'depth': 2} if 'deit' in name else {} if '_swin_' in name else {'depths': (1, 1, 1, 1)}
-    return trained(create_small(name, **{**shallow, **kwargs}))
+    return trained(create_shallow(name, **kwargs))
 
 
 def outputs(network: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
@@ -74,7 +69,9 @@ def assert_nothing_left(folded: nn.Module, *shape) -> None:
         assert 'repeat' not in str(node.target) or node.args[0].op != 'placeholder'
 
 
-@networks
+@pytest.mark.parametrize('name', [  # tracing takes long
+    name if name in ('flatten_swin_t', 'flatten_cswin_t', 'ea_resnet50', 'issa_resnet50')
+    else pytest.param(name, marks=pytest.mark.slow) for name in SHALLOW])
 def test_every_network(name):
     model = small(name)
     before = copy.deepcopy(model.state_dict())

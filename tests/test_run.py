@@ -13,10 +13,11 @@ SCRIPT = '''
 import sys
 import timm
 from beside import LAYERS
+from flatten_zoo import *
 
 if __name__ == '__main__':
     model = timm.create_model('flatten_pvt_t', device='meta')
-    print(type(model).__name__, LAYERS, __file__, sys.argv)
+    print(type(model).__name__, replace_attention.__name__, LAYERS, __file__, sys.argv)
     sys.exit(int(sys.argv[1]))
 '''
 
@@ -47,7 +48,7 @@ def test_script_runs_as_main_and_its_status_is_ours(script):
     done = flatten_zoo('run', 'script.py', 3, '--config', 'a b', '-c', '--', '--help', cwd=script.parent)
     assert done.returncode == 3, done.stderr
     arguments = ['script.py', '3', '--config', 'a b', '-c', '--', '--help']
-    assert done.stdout == f'FlattenPVT 4 script.py {arguments}\n'
+    assert done.stdout == f'FlattenPVT replace_attention 4 script.py {arguments}\n'
 
 
 def test_uncaught_exception_is_the_scripts_own(tmp_path):
@@ -87,6 +88,7 @@ def test_no_script(capsys):
     assert e.value.code == 2 and 'SCRIPT' in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_torchrun(tmp_path):
     path = tmp_path / 'script.py'
     path.write_text(

@@ -1,4 +1,6 @@
 """Zoo encoders in segmentation-models-pytorch and in transformers, as these libraries build them."""
+import itertools
+
 import pytest
 import segmentation_models_pytorch as smp
 import timm
@@ -19,6 +21,7 @@ FAMILIES = [
     ('issa_resnet50', {}, [256, 512, 1024, 2048]),
     ('nl_resnet50', {}, [256, 512, 1024, 2048]),
 ]
+QUICK = [('FPN', 'flatten_pvt_v2_b0'), ('UPerNet', 'flatten_swin_t')]  # the others are larger
 
 
 def train_step(model: torch.nn.Module, x: torch.Tensor, classes: int) -> None:
@@ -30,8 +33,10 @@ def train_step(model: torch.nn.Module, x: torch.Tensor, classes: int) -> None:
     assert not without
 
 
-@pytest.mark.parametrize('architecture', ['FPN', 'UPerNet'])
-@pytest.mark.parametrize('name, kwargs, channels', FAMILIES)
+@pytest.mark.parametrize('architecture, name, kwargs, channels', [
+    (architecture, *family) if (architecture, family[0]) in QUICK
+    else pytest.param(architecture, *family, marks=pytest.mark.slow)
+    for architecture in ('FPN', 'UPerNet') for family in FAMILIES])
 def test_smp(tmp_path, architecture, name, kwargs, channels):
     torch.manual_seed(0)
     build = {'FPN': smp.FPN, 'UPerNet': smp.UPerNet}[architecture]
@@ -77,12 +82,13 @@ SMALL_SWIN = dict(depths=(1, 1, 2, 1), embed_dim=16, num_heads=(1, 2, 4, 8), win
 SMALL_CSWIN = dict(depths=(1, 1, 2, 1), embed_dim=16, num_heads=(2, 2, 4, 8), split_sizes=2)
 
 
-@pytest.mark.parametrize('architecture, output_stride', [('DeepLabV3', 8), ('PAN', 16)])
-@pytest.mark.parametrize('name, kwargs', [
-    ('ea_resnet50', {}), ('flatten_pvt_t', SMALL_PVT), ('flatten_pvt_v2_b0', SMALL_PVT),
-    ('flatten_swin_t', SMALL_SWIN), ('flatten_cswin_t', SMALL_CSWIN),
+@pytest.mark.parametrize('architecture, output_stride, name, kwargs', [
+    ('DeepLabV3', 8, 'flatten_pvt_v2_b0', SMALL_PVT), ('PAN', 16, 'flatten_swin_t', SMALL_SWIN),
+    *(pytest.param(*decoder, *encoder, marks=pytest.mark.slow) for decoder, encoder in itertools.product(
+        [('DeepLabV3', 8), ('PAN', 16)],
+        [('ea_resnet50', {}), ('flatten_pvt_t', SMALL_PVT), ('flatten_cswin_t', SMALL_CSWIN)])),
 ])
-def test_smp_dilated(name, kwargs, architecture, output_stride):
+def test_smp_dilated(architecture, output_stride, name, kwargs):
     """Networks that take an output stride serve smp's dilated decoders."""
     model = getattr(smp, architecture)(
         f'tu-{name}', encoder_weights=None, classes=3, encoder_output_stride=output_stride, **kwargs)
@@ -131,12 +137,13 @@ def transformers_upernet(name: str, out_indices: tuple[int, ...] = (0, 1, 2, 3))
 
 
 @pytest.mark.parametrize('name, channels, size', [
-    ('flatten_pvt_t', [64, 128, 320, 512], (75, 90)),
     ('flatten_pvt_v2_b0', [32, 64, 160, 256], (75, 90)),
-    ('flatten_swin_t', [96, 192, 384, 768], (224, 224)),  # its configuration has no place for img_size
-    ('flatten_cswin_t', [64, 128, 256, 512], (75, 90)),
-    ('ea_resnet50', [256, 512, 1024, 2048], (75, 90)),
-    ('flatten_deit_t', [192] * 4, (224, 224)),
+    ('flatten_deit_t', [192] * 4, (224, 224)),  # its configuration has no place for img_size
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ('flatten_pvt_t', [64, 128, 320, 512], (75, 90)),
+        ('flatten_swin_t', [96, 192, 384, 768], (224, 224)),
+        ('flatten_cswin_t', [64, 128, 256, 512], (75, 90)),
+        ('ea_resnet50', [256, 512, 1024, 2048], (75, 90)))),
 ])
 def test_transformers(tmp_path, name, channels, size):
     torch.manual_seed(0)

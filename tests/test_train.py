@@ -1,15 +1,16 @@
 """train.py: what it writes, what it shows, how it ends, and how it refuses."""
 import csv
 import fcntl
+import json
 import os
 import pty
+import runpy
 import shlex
-import signal
 import struct
 import subprocess
 import sys
 import termios
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +22,13 @@ from timm.models import create_model
 from timm.scheduler import CosineLRScheduler
 
 from flatten_zoo.errors import report_usage_errors
-from flatten_zoo.training import continuing as checkpoints
 from flatten_zoo.training.report import draw_curves
 from flatten_zoo.training.train import main
 
 from .tiny_images import write_images, write_tars
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.usefixtures('no_pictures')
 TINY = shlex.split('--model test_resnet --num-classes 3 --img-size 32 -b 6 -j 0 --epochs 1 --lr 0.02 --warmup-epochs 0')
 
 
@@ -40,13 +41,6 @@ def train(tmp_path, *argv) -> Path:
     """Train in this process; returns the output folder."""
     assert main([*TINY, '--output', str(tmp_path), '--experiment', 'run', *map(str, argv)]) == 0
     return tmp_path / 'run'
-
-
-def start(*argv, **kwargs) -> subprocess.Popen:
-    environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)}
-    return subprocess.Popen(
-        [sys.executable, ROOT / 'train.py', *TINY, *map(str, argv)], env=environment, text=True,
-        **{'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, **kwargs})
 
 
 def summary(folder) -> list[dict[str, str]]:
@@ -71,11 +65,17 @@ def weights(path) -> dict[str, torch.Tensor]:
 
 # A run
 
-def test_command_writes_everything_and_learns(tmp_path, images):
-    process = start(images, '--epochs', 4, '-j', 2, '--log-interval', 2, '--output', tmp_path, '--experiment', 'run')
-    output, log = process.communicate(timeout=120)
-    assert process.returncode == 0, log
-    folder = tmp_path / 'run'
+def test_command_writes_everything_and_learns_and_the_next_one_validates(tmp_path, images):
+    def run(command):
+        environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout, done.stderr
+
+    options = (images, '--epochs', 4, '-j', 2, '--log-interval', 2, '--output', tmp_path, '--experiment', 'a run')
+    _, log = run([ROOT / 'train.py', *TINY, *map(str, options)])
+    folder = tmp_path / 'a run'
     rows = summary(folder)
     assert [row['epoch'] for row in rows] == ['0', '1', '2', '3']
     assert list(rows[0]) == ['epoch', 'train_loss', 'eval_loss', 'eval_top1', 'eval_top5', 'lr']
@@ -90,6 +90,38 @@ def test_command_writes_everything_and_learns(tmp_path, images):
     assert '\r' not in log
     assert f"at epoch {best['epoch']}" in log
     assert str(folder) in log
+    (command,) = [line for line in log.splitlines() if line.startswith('next: python ')]
+    output, log = run(shlex.split(command.removeprefix('next: python ')))
+    results = json.loads(output.removeprefix('--result\n'))  # and nothing else
+    assert (results['model'], results['top1']) == ('test_resnet', round(float(best['eval_top1']), 4))
+    assert 'images/s' in log
+
+
+def test_bar_on_a_terminal(tmp_path, images, monkeypatch):
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack('HHHH', 24, 120, 0, 0))
+    with ThreadPoolExecutor() as pool, os.fdopen(theirs, 'w') as terminal:
+        shown = pool.submit(shown_on, ours)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, 'stderr', terminal)
+            train(tmp_path, images)
+        terminal.close()
+        text = shown.result()
+    assert '\repoch 0/1: ' in text
+    for figure in ('loss=', 'lr=', 'images/s=', '<00:0'):
+        assert figure in text
+
+
+def shown_on(terminal: int) -> str:
+    """All that is written to the other end until that is closed."""
+    shown = b''
+    try:
+        while part := os.read(terminal, 4096):
+            shown += part
+    except OSError:
+        pass
+    os.close(terminal)
+    return shown.decode()
 
 
 @pytest.mark.parametrize('epochs', [1, 2, 3, 30])
@@ -104,36 +136,6 @@ def test_curves_have_whole_epochs(epochs, tmp_path, monkeypatch):
 
     monkeypatch.setattr('matplotlib.figure.Figure.savefig', check)
     draw_curves(summary, tmp_path / 'curves.png')
-
-
-def test_next_command_works_and_repeats_the_best_figure(tmp_path, images):
-    process = start(images, '--epochs', 2, '--output', tmp_path, '--experiment', 'a run')
-    log = process.communicate(timeout=120)[1]
-    command = next(line for line in log.splitlines() if line.startswith('next: ')).removeprefix('next: ')
-    done = subprocess.run(
-        command.replace('python', sys.executable, 1), shell=True, capture_output=True, text=True,
-        env={**os.environ, 'PYTHONPATH': str(ROOT)})
-    assert done.returncode == 0, done.stderr
-    best = max(float(row['eval_top1']) for row in summary(tmp_path / 'a run'))
-    assert f'"top1": {round(best, 4)},' in done.stdout
-
-
-def test_bar_on_a_terminal(tmp_path, images):
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack('HHHH', 24, 120, 0, 0))
-    process = start(images, '--output', tmp_path, stderr=theirs)
-    os.close(theirs)
-    shown = b''
-    while True:
-        try:
-            shown += os.read(ours, 4096)
-        except OSError:  # the other end is closed
-            break
-    assert process.wait(timeout=60) == 0
-    text = shown.decode()
-    assert '\repoch 0/1: ' in text
-    for figure in ('loss=', 'lr=', 'images/s=', '<00:0'):
-        assert figure in text
 
 
 def test_arguments_reproduce_the_run(tmp_path, images):
@@ -290,47 +292,6 @@ def test_class_map_orders_and_completes_the_classes(tmp_path, images):
     assert checkpoint['label_names'] == ['red', 'black', 'green', 'blue']
 
 
-# An end before the end
-
-def test_ctrl_c_keeps_the_last_checkpoint(tmp_path, images):
-    process = start(
-        images, '--epochs', 1000, '-j', 2, '--output', tmp_path, '--experiment', 'run', start_new_session=True)
-    last = tmp_path / 'run' / 'last.pth.tar'
-    deadline = time.monotonic() + 60
-    while not last.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to the loader's processes too
-    output, log = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert 'Traceback' not in log
-    assert log.splitlines()[-1] == f'interrupted; the last complete checkpoint is {last}'
-    assert torch.load(last, weights_only=True)['epoch'] == int(summary(last.parent)[-1]['epoch'])
-
-
-@pytest.mark.parametrize('failing', ['save', 'replace', 'link'])
-def test_interruption_while_saving_leaves_whole_files(tmp_path, images, monkeypatch, failing):
-    calls = []
-
-    def interrupted(original):
-        def call(*args, **kwargs):
-            calls.append(args)
-            if len(calls) < {'save': 2, 'replace': 7, 'link': 3}[failing]:
-                return original(*args, **kwargs)
-            if failing == 'save':
-                args[1].write(b'half')
-            raise KeyboardInterrupt
-        return call
-
-    owner = checkpoints.torch if failing == 'save' else checkpoints.os
-    monkeypatch.setattr(owner, failing, interrupted(getattr(owner, failing)))
-    argv = [*TINY, str(images), '--epochs', '4', '--output', str(tmp_path), '--experiment', 'run']
-    assert main(argv) == 130
-    files = list((tmp_path / 'run').glob('*.pth.tar'))
-    assert {'last.pth.tar', 'model_best.pth.tar'} <= {p.name for p in files}
-    for path in files:
-        assert torch.load(path, weights_only=True)['state_dict']
-
-
 # Refusals
 
 def test_missing_or_empty_data(tmp_path, capsys, images):
@@ -418,11 +379,13 @@ def test_devices(capsys, images):
         assert 'the data has 3 classes' in refused(capsys, images, '--num-classes', 4, '--device', 'cuda')
 
 
-def test_command_reports_a_mistake_on_one_line():
-    process = start('--epoch', 3)
-    output, log = process.communicate(timeout=60)
-    assert (process.returncode, output) == (2, '')
-    assert log == "error: unknown option '--epoch'; did you mean --epochs, --start-epoch, --reprob?\n"
+def test_command_reports_a_mistake_on_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', ['train.py', '--epoch', '3'])
+    with pytest.raises(SystemExit) as e:
+        runpy.run_path(str(ROOT / 'train.py'), run_name='__main__')
+    assert e.value.code == 2
+    assert capsys.readouterr() == ('', "error: unknown option '--epoch'; did you mean --epochs, --start-epoch, "
+                                       "--reprob?\n")
 
 
 def test_one_of_several_processes_alone(capsys, images, monkeypatch):

@@ -1,4 +1,5 @@
 """Losses and weights that are no longer finite: a clear end, and nothing broken is saved."""
+import math
 import os
 import shlex
 import signal
@@ -14,6 +15,7 @@ from flatten_zoo.training.train import main, prepare
 
 from .tiny_images import write_images
 
+pytestmark = pytest.mark.usefixtures('no_pictures')
 TINY = shlex.split(
     '--model test_resnet --num-classes 3 --img-size 32 -b 6 -j 0 --epochs 3 --lr 0.02 --warmup-epochs 0 --device cpu '
     '--experiment run')
@@ -55,8 +57,9 @@ def test_the_highest_rate_is_to_be_lowered():
         assert remedies(train_parser().parse_args(argv.split()), lr=0.1).startswith(f'try a lower {said}, ')
 
 
-@pytest.mark.parametrize('options', ['', '--amp', '--amp --amp-dtype bfloat16 --clip-grad 1', '--model-ema'])
-@pytest.mark.parametrize('value', [float('nan'), float('inf')])
+@pytest.mark.parametrize('options, value', [
+    ('', math.nan), ('', math.inf), ('--amp', math.inf), ('--amp --amp-dtype bfloat16 --clip-grad 1', math.nan),
+    ('--model-ema', math.inf)])
 def test_loss_that_is_not_finite_ends_the_run(tmp_path, images, monkeypatch, capsys, options, value):
     break_loss(monkeypatch, 6, value)
     line = diverged(capsys, tmp_path, images, '--recovery-interval', 1, *options.split())

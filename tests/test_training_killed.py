@@ -1,4 +1,4 @@
-"""Runs that are killed at random moments, also in the middle of writing: each goes on and ends like one that was not.
+"""Runs that are killed, also in the middle of writing, or interrupted: each goes on and ends like one that was not.
 
 The processes are forked from one that has everything loaded already, so that a life costs a second and not five.
 """
@@ -23,11 +23,13 @@ from tqdm import tqdm
 
 from flatten_zoo.errors import report_usage_errors
 from flatten_zoo.training import continuing as checkpoints
+from flatten_zoo.training.continuing import last_checkpoint
 from flatten_zoo.training.train import claim, main
 
-from .test_training_resume import assert_same_end
+from .runs import assert_same_end, save_no_picture
 from .tiny_images import write_images
 
+pytestmark = pytest.mark.usefixtures('no_pictures')
 TINY = shlex.split(
     '--model test_resnet --num-classes 3 --img-size 32 -b 6 -j 0 --lr 0.02 --warmup-epochs 1 --device cpu '
     '--experiment run --checkpoint-hist 2 --resume auto --no-prefetcher --mixup 0.4 --drop 0.2 --opt adamw '
@@ -78,7 +80,7 @@ def live(argv: list[str], arrange_death: Callable | None, *args) -> None:
     """A run in a process of its own."""
     torch.set_num_threads(1)
     tqdm.set_lock(threading.RLock())  # not one that outlives the process
-    Figure.savefig = lambda self, path, **kwargs: Path(path).write_bytes(b'curves')  # most of a life, otherwise
+    Figure.savefig = save_no_picture
     if arrange_death:
         arrange_death(*args)
     sys.exit(report_usage_errors(lambda: main(argv)))
@@ -129,6 +131,7 @@ def whole_run(images, output, options) -> tuple[Path, float]:
     return life.folder, time.monotonic() - started
 
 
+@pytest.mark.slow
 def test_killed_twenty_times(tmp_path, images):
     options = '--epochs 3 --recovery-interval 3'
     whole_run(images, tmp_path / 'first', options)  # which waits for the parent of all to load everything
@@ -175,6 +178,38 @@ def test_killed_before_every_single_file_operation(tmp_path, images):
         assert not life.end(120)
         assert_same_end(whole, life.folder)
     assert number > 30
+
+
+def live_in_a_group(said: Path, argv: list[str]) -> None:
+    os.setsid()
+    multiprocessing.set_start_method('fork', force=True)  # of the loader's processes, as on Linux in a command
+    with said.open('w') as file:
+        os.dup2(file.fileno(), 2)
+    sys.stderr = open(2, 'w', closefd=False)  # noqa: SIM115
+    live(argv, None)
+
+
+@pytest.mark.parametrize('number, status', [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_to_a_run_and_its_loaders_keeps_the_last_checkpoint(tmp_path, images, number, status):
+    """As a terminal sends Ctrl-C, and a batch system SIGTERM."""
+    argv = [*TINY, str(images), '--output', str(tmp_path), '-j', '2', '--epochs']
+    process = processes.Process(target=live_in_a_group, args=(tmp_path / 'said', [*argv, '1000']))
+    process.start()
+    folder = tmp_path / 'run'
+    deadline = time.monotonic() + 60
+    while not (folder / 'last.pth.tar').exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(process.pid, number)
+    process.join(60)
+    log = (tmp_path / 'said').read_text()
+    assert process.exitcode == status, log
+    assert 'Traceback' not in log
+    assert log.splitlines()[-1] == f'interrupted; the last complete checkpoint is {last_checkpoint(folder)}'
+    with (folder / 'summary.csv').open(newline='') as file:
+        *_, row = csv.DictReader(file)
+    epoch = torch.load(folder / 'last.pth.tar', weights_only=True)['epoch']
+    assert epoch == int(row['epoch'])
+    assert main([*argv, str(epoch + 2), '-j', '0']) == 0
 
 
 def stay(folder: Path, sender) -> None:

@@ -5,10 +5,6 @@ import os
 import random
 import shlex
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -25,9 +21,10 @@ from flatten_zoo.training.loop import trainer
 from flatten_zoo.training.options.definitions import train_parser
 from flatten_zoo.training.train import main
 
+from .runs import assert_same_end
 from .tiny_images import write_images, write_parquet, write_shards
 
-ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.usefixtures('no_pictures')
 TINY = shlex.split(
     '--model test_resnet --num-classes 3 --img-size 32 -b 6 -j 0 --epochs 4 --lr 0.02 --warmup-epochs 1 --device cpu '
     '--experiment run --checkpoint-hist 2')
@@ -68,39 +65,6 @@ def terminate_at(monkeypatch, owner, name: str, call: int) -> None:
     monkeypatch.setattr(owner, name, function)
 
 
-def assert_same(ours, theirs, name='checkpoint'):
-    if isinstance(ours, torch.Tensor):
-        assert torch.equal(ours, theirs), name
-    elif isinstance(ours, dict):
-        assert list(ours) == list(theirs), name
-        for key in ours:
-            if (name, key) != ('checkpoint', 'args'):
-                assert_same(ours[key], theirs[key], f'{name}.{key}')
-    elif isinstance(ours, list | tuple):
-        assert len(ours) == len(theirs), name
-        for index, pair in enumerate(zip(ours, theirs, strict=True)):
-            assert_same(*pair, f'{name}.{index}')
-    else:
-        assert ours == theirs, name
-
-
-def assert_same_end(folder, other) -> None:
-    """Both runs left the same checkpoints, bit by bit, and the same table."""
-    names = {path.name for path in folder.iterdir()}
-    assert names == {path.name for path in other.iterdir()}
-    assert (folder / 'summary.csv').read_bytes() == (other / 'summary.csv').read_bytes()
-    for name in names:
-        if name.endswith('.pth.tar'):
-            assert_same(*(checkpoint_of(f / name) for f in (folder, other)))
-
-
-def checkpoint_of(path) -> dict:
-    checkpoint = torch.load(path, weights_only=True)
-    history = checkpoint['saver']['checkpoint_files']  # may name a file that the same save went on to remove
-    checkpoint['saver']['checkpoint_files'] = [entry for entry in history if (path.parent / entry[0]).exists()]
-    return checkpoint
-
-
 def refused(capsys, *argv) -> str:
     capsys.readouterr()
     assert report_usage_errors(lambda: train(*argv)) == 2
@@ -112,7 +76,7 @@ def refused(capsys, *argv) -> str:
 @pytest.mark.filterwarnings('ignore:PlateauLRScheduler')
 @pytest.mark.parametrize('options', [
     RANDOM,
-    RANDOM + ' --no-prefetcher --amp --clip-grad 1 --grad-accum-steps 3 --sched-on-updates',
+    RANDOM + ' --no-prefetcher --amp --clip-grad 1 --grad-accum-steps 3 --sched-on-updates --epochs 3',
     '--opt lookahead_adamw --sched plateau --patience-epochs 0 --lr-noise 0.2 --eval-metric loss --lr 0.5',
     '--model-dtype bfloat16 --model-ema -j 1 --sched step --decay-epochs 1 --epochs 3 --val-split ""',
     '--train-img-sizes 24 32 --train-batch-sizes 8 4 --variable-batch-loss-scale sqrt --model-ema-force-cpu '
@@ -206,7 +170,7 @@ def test_interrupted_stream_ends_like_one_that_was_not(tmp_path, images, monkeyp
 
 
 @pytest.mark.parametrize('failing', ['save', 'replace', 'link'])
-def test_interruption_while_saving_changes_nothing(tmp_path, images, monkeypatch, failing):
+def test_interruption_while_saving_leaves_whole_files_and_changes_nothing(tmp_path, images, monkeypatch, failing):
     options = ('--opt', 'adamw', '--no-prefetcher', '--drop', 0.2)
     assert train(tmp_path / 'whole', images, *options) == 0
     owner = checkpoints.torch if failing == 'save' else checkpoints.os
@@ -216,12 +180,17 @@ def test_interruption_while_saving_changes_nothing(tmp_path, images, monkeypatch
         if str(args[0]).endswith('.pth.tar') or failing == 'save':
             calls.append(args)
         if len(calls) == 4:
+            if failing == 'save':
+                args[1].write(b'half')
             raise KeyboardInterrupt
         return original(*args, **kwargs)
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, failing, interrupted)
         assert train(tmp_path / 'parts', images, *options) == 130
+    files = list((tmp_path / 'parts' / 'run').glob('*.pth.tar'))
+    assert {'last.pth.tar', 'model_best.pth.tar'} <= {path.name for path in files}
+    assert all(torch.load(path, weights_only=True)['state_dict'] for path in files)
     assert train(tmp_path / 'parts', images, *options, '--resume', 'auto') == 0
     assert_same_end(tmp_path / 'whole' / 'run', tmp_path / 'parts' / 'run')
 
@@ -247,25 +216,6 @@ def test_termination_saves_what_the_epoch_has_come_to(tmp_path, images, monkeypa
         assert train(tmp_path / 'parts', images, *options, '--resume', 'auto') == 0
     assert len(updates) == 16 - 4 - done
     assert_same_end(tmp_path / 'whole' / 'run', folder)
-
-
-def test_terminated_command_can_be_continued(tmp_path, images):
-    """SIGTERM to the loader's processes too, as batch systems send it."""
-    command = [sys.executable, ROOT / 'train.py', *TINY, images, '--output', tmp_path, '-j', 2]
-    process = subprocess.Popen(
-        [*map(str, command), '--epochs', '1000'], env={**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)},
-        text=True, stderr=subprocess.PIPE, start_new_session=True)
-    folder = tmp_path / 'run'
-    deadline = time.monotonic() + 60
-    while not (folder / 'last.pth.tar').exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGTERM)
-    log = process.communicate(timeout=60)[1]
-    assert process.returncode == 143, log
-    assert 'Traceback' not in log
-    assert log.splitlines()[-1] == f'interrupted; the last complete checkpoint is {last_checkpoint(folder)}'
-    epoch = torch.load(folder / 'last.pth.tar', weights_only=True)['epoch']
-    assert train(tmp_path, images, '--epochs', epoch + 2, '--resume', 'auto') == 0
 
 
 def test_end_of_torchrun_ends_its_processes(tmp_path, images, monkeypatch):

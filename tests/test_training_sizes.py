@@ -12,6 +12,7 @@ from flatten_zoo.training.train import main, prepare
 
 from .tiny_images import write_images
 
+pytestmark = pytest.mark.usefixtures('no_pictures')
 TINY = shlex.split(
     '--model test_resnet --num-classes 3 --img-size 32 -b 6 -j 0 --epochs 2 --lr 0.02 --warmup-epochs 0 --device cpu '
     '--experiment run')
@@ -63,7 +64,8 @@ def test_weights_of_the_sizes(tmp_path, images):
 def test_sizes_that_cannot_be(tmp_path, images):
     for options, message in (
             ('--train-img-sizes 24 32 --train-batch-sizes 4 400', 'there are 36 training images'),
-            ('--train-img-sizes 64 96 --model test_vit', "'test_vit' takes images of one size")):
+            ('--train-img-sizes 64 96 --model test_vit --model-kwargs dynamic_img_size=False',
+                 "'test_vit' takes images of one size")):
         with pytest.raises(UsageError, match=message):
             shapes_seen(tmp_path, images, options)
 

@@ -11,6 +11,7 @@ from flatten_zoo.training.train import main
 
 from .tiny_images import write_images
 
+pytestmark = pytest.mark.usefixtures('no_pictures')
 TINY = shlex.split(
     '--model test_resnet --num-classes 3 --img-size 32 -b 6 -j 0 --epochs 3 --lr 0.02 --warmup-epochs 0 --device cpu '
     '--experiment run --log-tensorboard')

@@ -16,6 +16,7 @@ from flatten_zoo.training.train import main, prepare
 
 from .tiny_images import write_images, write_shards
 
+pytestmark = pytest.mark.usefixtures('no_pictures')
 TINY = shlex.split(
     '--model test_resnet --num-classes 3 --img-size 32 -b 6 -vb 7 -j 0 --epochs 1 --lr 0.02 --warmup-epochs 0 '
     '--device cpu --experiment run --crop-pct 0.8')

@@ -3,9 +3,6 @@ import csv
 import json
 import os
 import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +21,7 @@ from flatten_zoo.training.validate import main, parse
 
 from .tiny_images import COLOURS, write_images
 
-ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.usefixtures('no_pictures')
 MODEL = shlex.split('--model test_resnet --num-classes 3 --img-size 32 -b 4 -j 0')
 
 
@@ -277,15 +274,6 @@ def test_smaller_batches_where_memory_does_not_suffice(capsys, images, run, monk
     assert sizes[-1] <= 3
     assert 'the memory does not suffice for --batch-size 8: give a smaller' in refused(
         capsys, '--checkpoint', run, '-b', 8)
-
-
-def test_command_prints_results_only_on_standard_output(run):
-    done = subprocess.run(
-        [sys.executable, ROOT / 'validate.py', '--checkpoint', run], capture_output=True, text=True,
-        env={**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'})
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.removeprefix('--result\n'))['model'] == 'test_resnet'
-    assert 'images/s' in done.stderr
 
 
 def test_refusals(capsys, run, images, tmp_path):

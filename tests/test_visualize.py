@@ -17,9 +17,8 @@ from flatten_zoo.cli import main
 from flatten_zoo.errors import UsageError
 from flatten_zoo.weights import open_model
 
+from .networks import SMALL, create_small, seeded
 from .operators import LargestTensor
-from .test_attention_resnet import seeded
-from .test_flatten_models import SMALL, create_small
 
 DOCS = Path(__file__).parents[1] / 'docs'
 families = pytest.mark.parametrize('name', SMALL)
