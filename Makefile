@@ -4,8 +4,9 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --editable
 DEMO := .venv/.installed-demo
 TEST := .venv/.installed-test
+DOCS := .venv/.installed-docs
 
-.PHONY: demo test test-all lint bench
+.PHONY: demo test test-all lint bench docs
 
 $(DEMO): pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -15,6 +16,10 @@ $(DEMO): pyproject.toml
 # The same environment, and what the tests need besides.
 $(TEST): $(DEMO)
 	$(PIP) '.[test]'
+	touch $@
+
+$(DOCS): $(DEMO)
+	$(PIP) '.[docs]'
 	touch $@
 
 # Handwritten digits, a FLatten-PVT that learns them in a few minutes, and its accuracy on held-out ones.
@@ -38,3 +43,7 @@ lint: $(TEST)
 # The zoo against a literal transcription of its equations; on an idle machine.
 bench: $(DEMO)
 	$(BIN)/python -m benchmarks --compile --seconds 2
+
+# The site of the documentation, in site/.
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -2,11 +2,17 @@
 import importlib
 import os
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .layers import EfficientAttention, FocusedLinearAttention, InterlacedSparseAttention, NonLocalAttention
+    from .models.replace_attention import replace_attention
 
 __all__ = [
     'EfficientAttention', 'FocusedLinearAttention', 'InterlacedSparseAttention', 'NonLocalAttention',
     'replace_attention',
 ]
+__version__: str
 
 
 def _is_command() -> bool:
@@ -17,6 +23,9 @@ def _is_command() -> bool:
 
 
 def __getattr__(name: str) -> object:
+    if name == '__version__':
+        from importlib.metadata import version
+        return version(__name__)
     if name in __all__:
         return getattr(importlib.import_module('.models' if name == 'replace_attention' else '.layers', __name__), name)
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

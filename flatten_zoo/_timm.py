@@ -1,6 +1,6 @@
 """Private names of timm's that have no public twin, for the one place to mend when an upgrade moves them.
 
-`tests/test_private_names.py` fails by the name of what is gone.
+`tests/test_house.py` fails by the name of what is gone.
 """
 from timm.layers import _assert  # torch's, which scripting and tracing keep; a plain `assert` they would drop
 from timm.models._features import (

@@ -1,6 +1,6 @@
 """Private names of torch's that have no public twin, for the one place to mend when an upgrade moves them.
 
-`tests/test_private_names.py` fails by the name of what is gone.
+`tests/test_house.py` fails by the name of what is gone.
 """
 from torch._C import _are_functorch_transforms_active  # within torch.func: a custom backward must be differentiable
 from torch._C._functorch import is_legacy_batchedtensor  # the same for `torch.autograd.grad(is_grads_batched=True)`

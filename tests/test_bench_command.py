@@ -62,6 +62,8 @@ def test_table_csv_and_json_agree(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize('mode', [m if m != 'compile' else pytest.param(m, marks=pytest.mark.slow) for m in MODES])
 def test_every_mode(mode, tmp_path, capsys):
+    if mode in ('onnx', 'int8'):
+        pytest.importorskip('onnxruntime.quantization')
     path = tmp_path / 'a.csv'
     arguments = ['bench', 'test_vit', '--img-size', '32', '--seconds', '0.01', '--modes', mode, '--device', 'cpu']
     assert main([*arguments, '--results', str(path)]) == 0, capsys.readouterr().err

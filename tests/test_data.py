@@ -34,7 +34,8 @@ SHARD_NAMES = ['--train-split', 'train-{0..3}.tar|36', '--val-split', 'validatio
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     """A shuffled stream of `datasets` that is left before its end sleeps for 5 seconds."""
-    monkeypatch.setattr('datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN', 0.1)
+    datasets = pytest.importorskip('datasets')
+    monkeypatch.setattr(datasets.config, 'SLEEP_TIME_ON_THREADS_SHUTDOWN', 0.1)
 
 
 @pytest.fixture(scope='module')

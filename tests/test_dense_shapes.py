@@ -13,6 +13,8 @@ from torchvision.transforms import v2
 from flatten_zoo.dense import CocoInstances, CocoSemantic, coco_split, semantic_labels, write_shapes
 from flatten_zoo.errors import UsageError
 
+pytest.importorskip('pycocotools')
+
 SQUARE = [[10, 10, 30, 10, 30, 30, 10, 30]]
 TRIANGLE = [[0, 0, 60, 0, 0, 60]]
 

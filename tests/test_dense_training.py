@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from pycocotools import mask
 
 from flatten_zoo.dense import LEVELS, CocoInstances, CocoScores, coco_split, mask_rcnn, write_shapes
 from flatten_zoo.errors import UsageError
 from tests.examples import load_example
+
+mask = pytest.importorskip('pycocotools.mask')
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / 'examples' / 'train_detection.py'

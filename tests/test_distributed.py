@@ -9,7 +9,6 @@ import zlib
 from functools import partial
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
 from timm.task.evaluator import evaluation_sample_limit
@@ -132,6 +131,7 @@ def test_statistics_of_batch_norm(tmp_path, images):
 
 def seen(root: Path, layouts: dict[str, list[str]], more: list[str]) -> dict[str, list[list[int]]]:
     """What this process gets of the images of each layout, in an epoch of training and in validation."""
+    import datasets
     datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0.1  # seconds, after a shuffled stream left before its end
     distributed.join(torch.device('cpu'))
     found = {}

@@ -5,11 +5,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
 import timm
 import torch
-from onnxruntime.quantization.shape_inference import quant_pre_process
 from PIL import Image
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
@@ -31,6 +29,8 @@ from flatten_zoo.weights import open_model, zoo_models
 
 from .networks import RESNETS, SMALL, create_shallow, create_small, dynamic
 
+onnx = pytest.importorskip('onnx')
+quant_pre_process = pytest.importorskip('onnxruntime.quantization.shape_inference').quant_pre_process
 LOAD = {'onnx': load_onnx, 'pt2': load_program}
 UNSEEN = [(1, 33, 47), (2, 64, 64), (3, 70, 101)]  # batch, height, width
 

@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import onnx
-import pyarrow.parquet
 import pytest
 import timm
 import torch
@@ -103,6 +101,7 @@ READERS = {'csv': read_csv, 'json': json.loads, 'jsonl': lambda text: [json.load
 
 def test_every_format(run, pictures, tmp_path, capsys):
     """In the order of the folder; to files and to the terminal."""
+    parquet = pytest.importorskip('pyarrow.parquet')
     expected = expected_of(run[1], sorted(pictures.rglob('*.png')), topk=2)
     arguments = '--checkpoint', run[0], '--topk', 2, '-b', 4, '-j', 0, pictures
     for format, read in READERS.items():
@@ -113,7 +112,7 @@ def test_every_format(run, pictures, tmp_path, capsys):
         assert predict(*arguments, '--results-format', format) == 0
         assert_same(read(capsys.readouterr().out), expected)
     assert predict(*arguments, '--results-file', tmp_path / 'results', '--results-format', 'parquet') == 0
-    assert_same(pyarrow.parquet.read_table(tmp_path / 'results').to_pylist(), expected)
+    assert_same(parquet.read_table(tmp_path / 'results').to_pylist(), expected)
     capsys.readouterr()
     assert predict(*arguments) == 0
     header, *lines = capsys.readouterr().out.splitlines()
@@ -131,6 +130,8 @@ def test_at_most_all_classes(run, pictures, tmp_path):
 @pytest.mark.parametrize('format', ['npz', 'parquet'])
 @pytest.mark.parametrize('name, kwargs', [('test_resnet', {}), ('flatten_deit_t', {'img_size': 32, 'depth': 1})])
 def test_embeddings_are_pooled_features(name, kwargs, format, pictures, tmp_path):
+    if format == 'parquet':
+        parquet = pytest.importorskip('pyarrow.parquet')
     model = write_run(tmp_path / 'last.pth.tar', name=name, kwargs=kwargs)
     path = tmp_path / f'new.{format}'
     paths = sorted(pictures.glob('validation/*/*'))
@@ -139,7 +140,7 @@ def test_embeddings_are_pooled_features(name, kwargs, format, pictures, tmp_path
         arrays = np.load(path)
         names, actual = arrays['filename'].tolist(), arrays['embedding']
     else:
-        table = pyarrow.parquet.read_table(path)
+        table = parquet.read_table(path)
         names, actual = table['filename'].to_pylist(), np.array(table['embedding'].to_pylist(), np.float32)
     assert names == list(map(str, paths)) and actual.dtype == np.float32
     model.reset_classifier(0)
@@ -161,6 +162,8 @@ def test_where_a_run_goes_its_classes_and_preprocessing_go(source, pictures, tmp
 
 @pytest.fixture(scope='module')
 def onnx_file(run, tmp_path_factory):
+    pytest.importorskip('onnxscript')
+    pytest.importorskip('onnxruntime')
     path = tmp_path_factory.mktemp('onnx') / 'run.onnx'
     assert main([
         'export', 'test_resnet', '--checkpoint', str(run[0]), '--dynamic', 'batch', '-o', str(path)]) == 0
@@ -185,6 +188,7 @@ def described(onnx_file, tmp_path):
 def test_exported_file(one_by_one, run, described, pictures, tmp_path):
     path, about, describe = described
     if one_by_one:
+        onnx = pytest.importorskip('onnx')
         graph = onnx.load(path)
         graph.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
         onnx.save(graph, path)
@@ -402,10 +406,12 @@ def test_data_sets(kind, workers, run, pictures, tmp_path):
     elif kind == 'torch':
         arguments = '--dataset', 'torch/image_folder', '--data-dir', pictures
     elif kind == 'hfds':
+        pytest.importorskip('datasets')
         parquet = write_parquet(tmp_path / 'parquet', pictures, 1)
         arguments = '--dataset', f'hfds/{parquet}', '--data-dir', tmp_path / 'cache'
         names = [path.name for path in paths]
     else:
+        pytest.importorskip('webdataset')
         arguments = '--dataset', 'wds/x', '--data-dir', write_shards(tmp_path / 'shards', pictures, 1)
         names = [str(number) for number in range(len(paths))]
     records = predicted(tmp_path, '--checkpoint', run[0], *arguments, '-b', 5, '-j', workers)
@@ -427,6 +433,7 @@ def test_unreadable_picture_of_a_data_set(run, tmp_path, caplog):
 
 @pytest.mark.parametrize('workers', [0, 2])
 def test_what_a_stream_passes_over_is_counted(workers, run, tmp_path, caplog):
+    pytest.importorskip('webdataset')
     images = write_images(tmp_path / 'images', train=1, validation=2)
     (images / 'validation' / 'green' / '1.png').write_bytes(b'words')
     shards = '--dataset', 'wds/x', '--data-dir', write_shards(tmp_path / 'shards', images, 1)

@@ -149,7 +149,7 @@ def test_optimizer_and_schedule(recipes, name):
     assert recipe.args.model == name
     assert recipe.args.batch_size == expected['batch']
     assert type(recipe.optimizer) is torch.optim.AdamW
-    assert recipe.optimizer.defaults['betas'] == (0.9, 0.999)
+    assert tuple(recipe.optimizer.defaults['betas']) == (0.9, 0.999)
     assert recipe.optimizer.defaults['eps'] == 1e-8
     assert (recipe.lr, recipe.args.warmup_lr, recipe.args.min_lr) == pytest.approx((lr, warmup_lr, min_lr))
     assert (recipe.args.clip_grad, recipe.args.clip_mode) == (expected['clip'], 'norm')

@@ -92,7 +92,7 @@ def refused(capsys, argv, command=cli.main) -> str:
 def test_arguments_that_a_file_may_not_give(tmp_path, capsys, writes, key):
     path = checkpoint(tmp_path / 'c.pth', {key: ARGUMENTS[key]})
     for argv in (['convert', path, '-o', tmp_path / 'out'], ['push', path, '--repo', 'me/x', '--dry-run'],
-                 ['export', NAME, '--checkpoint', path, '-o', tmp_path / 'out' / 'x.onnx']):
+                 ['export', NAME, '--format', 'pt2', '--checkpoint', path, '-o', tmp_path / 'out' / 'x.pt2']):
         assert key in refused(capsys, argv)
     save_model(model(), tmp_path / 'out' / 'folder', 'x')
     config = tmp_path / 'out' / 'folder' / 'config.json'

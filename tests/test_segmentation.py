@@ -74,6 +74,7 @@ def test_scores_where_nothing_counts():
 
 @pytest.fixture(scope='module')
 def example():
+    pytest.importorskip('segmentation_models_pytorch')
     return load_example('train_segmentation')
 
 

@@ -2,14 +2,15 @@
 import itertools
 
 import pytest
-import segmentation_models_pytorch as smp
 import timm
 import torch
 import torch.nn.functional as F
-import transformers
 
 import flatten_zoo  # noqa: F401  registers the encoders
 from flatten_zoo.dense import pyramid_encoder
+
+smp = pytest.importorskip('segmentation_models_pytorch')
+transformers = pytest.importorskip('transformers')
 
 # a small model of each family, what lets it take any size, and its channels at strides 4, 8, 16 and 32
 FAMILIES = [

@@ -6,10 +6,11 @@ from collections import Counter
 import numpy as np
 import pytest
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from flatten_zoo.errors import UsageError
 from flatten_zoo.samples.digits import main, write_digits
+
+load_digits = pytest.importorskip('sklearn.datasets').load_digits
 
 
 @pytest.fixture(scope='module')

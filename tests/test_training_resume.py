@@ -6,7 +6,6 @@ import random
 import shlex
 import signal
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -115,13 +114,13 @@ def test_folder_to_continue_has_the_options(tmp_path):
 ])
 def test_changed_batches_updates_and_epochs(tmp_path, images, monkeypatch, caplog, data, before, after, anew):
     """From where it goes on, the run has the rates and batches of one that had the new options all along."""
-    monkeypatch.setattr(datasets.config, 'SLEEP_TIME_ON_THREADS_SHUTDOWN', 0.1)
     monkeypatch.setattr(training, 'draw_curves', lambda *args: None)
     stream = []
     if data == 'shards':
         images, stream = write_shards(tmp_path / 'shards', images), ['--dataset', 'wds/tiny']
     elif data == 'parquet':
         write_parquet(tmp_path / 'parquet', images)
+        monkeypatch.setattr('datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN', 0.1)
         images, stream = tmp_path / 'cache', ['--dataset', f'hfids/{tmp_path}/parquet', '--train-num-samples', 24]
     batches, backward = [], trainer.Trainer._backward
 

@@ -4,7 +4,6 @@ import shlex
 import sys
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from flatten_zoo.errors import UsageError
 from flatten_zoo.training.train import main
@@ -12,6 +11,9 @@ from flatten_zoo.training.train import main
 from .tiny_images import write_images
 
 pytestmark = pytest.mark.usefixtures('no_pictures')
+EventAccumulator = pytest.importorskip(
+    'tensorboard.backend.event_processing.event_accumulator').EventAccumulator
+
 TINY = shlex.split(
     '--model test_resnet --num-classes 3 --img-size 32 -b 6 -j 0 --epochs 3 --lr 0.02 --warmup-epochs 0 --device cpu '
     '--experiment run --log-tensorboard')

@@ -254,7 +254,7 @@ def test_one_dimensional_attention_is_not_offered():
 
 @pytest.fixture(scope='module')
 def photo(tmp_path_factory):
-    from sklearn.datasets import load_sample_image
+    load_sample_image = pytest.importorskip('sklearn.datasets').load_sample_image
     path = tmp_path_factory.mktemp('photo') / 'china.png'
     Image.fromarray(load_sample_image('china.jpg')[::4, ::4]).save(path)
     return path
@@ -465,7 +465,7 @@ def test_documentation_has_its_pictures():
 @pytest.mark.slow
 @pytest.mark.parametrize('arguments', documented_commands(), ids=lambda arguments: arguments[-1])
 def test_documented_commands_make_the_pictures(arguments, tmp_path):
-    from sklearn.datasets import load_sample_image
+    load_sample_image = pytest.importorskip('sklearn.datasets').load_sample_image
     Image.fromarray(load_sample_image('china.jpg')).save(tmp_path / 'china.png')
     command, _, *options, output = arguments
     assert main([command, str(tmp_path / 'china.png'), *options, str(tmp_path / 'out.png')]) == 0

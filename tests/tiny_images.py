@@ -5,6 +5,7 @@ import tarfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 
 COLOURS = {'blue': (20, 30, 220), 'green': (30, 200, 40), 'red': (220, 30, 20)}
@@ -35,6 +36,7 @@ def write_tars(root: Path, images: Path) -> Path:
 
 def write_shards(root: Path, images: Path, shards: int = 4) -> Path:
     """Write WebDataset shards `root/SPLIT-N.tar` and their `_info.json` from a folder made by `write_images`."""
+    pytest.importorskip('webdataset')
     root.mkdir()
     splits = {}
     for split in ('train', 'validation'):
@@ -56,7 +58,7 @@ def write_shards(root: Path, images: Path, shards: int = 4) -> Path:
 
 def write_parquet(root: Path, images: Path, shards: int = 4) -> Path:
     """Write a Hugging Face dataset as `root/data/SPLIT-N-of-SHARDS.parquet` from a folder made by `write_images`."""
-    import datasets
+    datasets = pytest.importorskip('datasets')
     features = datasets.Features({'image': datasets.Image(), 'label': datasets.ClassLabel(names=sorted(COLOURS))})
     (root / 'data').mkdir(parents=True)
     for split in ('train', 'validation'):

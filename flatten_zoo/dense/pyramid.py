@@ -19,7 +19,8 @@ __all__ = [
     'pyramid_stages',
 ]
 
-LEVELS = {'fpn1': 4, 'fpn2': 8, 'fpn3': 16, 'fpn4': 32, 'fpn5': 64}  # strides
+LEVELS = {'fpn1': 4, 'fpn2': 8, 'fpn3': 16, 'fpn4': 32, 'fpn5': 64}
+"""Levels of the feature pyramid that attention may come after, 'fpn1' to 'fpn5', and their strides, 4 to 64."""
 _STRIDES = (4, 8, 16, 32)  # of the stages
 _BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)  # timm's own are subclasses
 

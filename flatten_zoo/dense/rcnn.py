@@ -24,7 +24,7 @@ def mask_rcnn(
         trainable_backbone_layers: int | None = None,
         freeze_norm: bool | None = None,
         backbone_kwargs: dict[str, Any] | None = None,
-        **kwargs,
+        **kwargs: Any,
 ) -> MaskRCNN:
     """torchvision's Mask R-CNN on any backbone, with attention after chosen levels of its feature pyramid.
 
@@ -71,7 +71,7 @@ def faster_rcnn(
         trainable_backbone_layers: int | None = None,
         freeze_norm: bool | None = None,
         backbone_kwargs: dict[str, Any] | None = None,
-        **kwargs,
+        **kwargs: Any,
 ) -> FasterRCNN:
     """torchvision's Faster R-CNN on any backbone: `mask_rcnn` without masks, with the same arguments and errors.
 

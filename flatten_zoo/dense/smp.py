@@ -54,7 +54,7 @@ class PyramidEncoder(nn.Module):
         return [x, x.new_empty(B, 0, H // 2, W // 2), *maps[:len(self.out_channels) - 2]]
 
 
-def pyramid_encoder(backbone: str, pretrained: bool = False, out_channels: int = 256, **kwargs) -> str:
+def pyramid_encoder(backbone: str, pretrained: bool = False, out_channels: int = 256, **kwargs: Any) -> str:
     """Makes a backbone with a feature pyramid known to segmentation-models-pytorch.
 
     `smp.UPerNet(pyramid_encoder('flatten_deit_s'), encoder_weights=None, classes=150)`. It is for plain vision

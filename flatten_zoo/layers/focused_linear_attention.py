@@ -187,7 +187,8 @@ class FocusedLinearCore(nn.Module):
         gives.
 
         Args:
-            q, k: Queries and keys as for `attend`, (B, H, W, num_heads · head_dim).
+            q: Queries as for `attend`, (B, H, W, num_heads · head_dim).
+            k: Keys of the same shape.
             queries: Flat indices (row · W + column) of the positions whose rows are wanted; all N of them if None
                 (small maps only).
 

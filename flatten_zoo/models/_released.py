@@ -34,6 +34,7 @@ RELEASES = {
     'flatten_swin_b_384': Release(SHARE.format('0d0330cf2e5249f1abb6'), 85.0),
     'flatten_cswin_t': Release(SHARE.format('48ba765ba8b0451d9d5a'), 83.130, 96.376),
 }
+"""Models with official weights: the file's `address`, and the authors' `top1` and `top5` (None if they say none)."""
 
 
 def official_url(model_name: str) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """Linear attention for timm transformers that already exist."""
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from timm.layers import get_device_dtype
@@ -73,7 +74,7 @@ def replace_attention(
         attention: str = 'focused_linear',
         where: Sequence[int] | None = None,
         img_size: int | tuple[int, int] | None = None,
-        **kwargs,
+        **kwargs: Any,
 ) -> nn.Module:
     """Give blocks or stages of a timm transformer linear attention, in place, keeping their trained projections.
 

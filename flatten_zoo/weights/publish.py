@@ -3,6 +3,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
@@ -17,13 +18,14 @@ __all__ = ['dry_run', 'hub_folder', 'push']
 
 
 @contextmanager
-def hub_folder(source: Path, repo: str, *load_arguments, **load_options) -> Iterator[Path]:
+def hub_folder(source: Path, repo: str, *load_arguments: Any, **load_options: Any) -> Iterator[Path]:
     """A folder in timm's Hub layout: `source` itself, or what its checkpoint becomes.
 
     Args:
         source: Folder or checkpoint file.
         repo: `account/name` where it will go.
-        *load_arguments, **load_options: Of `load_model`, for a checkpoint.
+        *load_arguments: Of `load_model`, for a checkpoint.
+        **load_options: Of `load_model` too.
     """
     check_repo(repo)
     if source.is_dir():

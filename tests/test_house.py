@@ -1,6 +1,8 @@
-"""Private names of timm and torch: an upgrade that moves one fails here by its name."""
+"""The house: private names of timm and torch, which fail here by name when an upgrade moves them, and imports."""
 import ast
+import graphlib
 import importlib
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,3 +46,33 @@ def test_has_its_place():
         str(path.relative_to(ROOT)): names for path in ROOT.rglob('*.py')
         if path.name not in HOMES and (names := private_names(path))}
     assert not elsewhere, 'private names belong in flatten_zoo/_timm.py or _torch.py'
+
+
+def imports_at_start(path: Path, package: str, modules: set[str]) -> set[str]:
+    """The package's modules that one imports when it is imported, those for type checkers counted."""
+    found = set()
+    pending = list(ast.parse(path.read_text()).body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If | ast.Try):
+            pending += [*node.body, *node.orelse]
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            name = '.' * node.level + (node.module or '')
+            base = importlib.util.resolve_name(name, package) if node.level else name
+            found |= {base} | {f'{base}.{alias.name}' for alias in node.names}
+    return found & modules
+
+
+def test_no_circle_of_imports():
+    paths = {
+        '.'.join(path.relative_to(ROOT.parent).with_suffix('').parts).removesuffix('.__init__'): path
+        for path in ROOT.rglob('*.py')}
+    graph = {}
+    for name, path in paths.items():
+        package = name if path.name == '__init__.py' else name.rpartition('.')[0]
+        graph[name] = imports_at_start(path, package, set(paths)) - {name}
+        if path.name != '__init__.py':  # a submodule's import runs its package's __init__ too, which is no circle
+            graph[name] -= {package}
+    graphlib.TopologicalSorter(graph).prepare()  # raises a CycleError that names the circle
