@@ -118,9 +118,9 @@ def _outputs(model: nn.Module, images: torch.Tensor, features: bool) -> torch.Te
 
 def _exported(path: Path, img_size: Sequence[int] | None, features: bool) -> Network:
     """An ONNX file, which the JSON file beside it describes; that file is input and may say anything."""
-    check_onnx_packages(f"--model '{path}'")
     if not path.is_file():
         raise UsageError(f"--model '{path}': there is no such file")
+    check_onnx_packages(f"--model '{path}'")
     source = f"'{description_of(path)}'"
     try:
         about = json.loads(description_of(path).read_text(encoding='utf-8'))
