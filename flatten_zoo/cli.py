@@ -8,6 +8,7 @@ import argparse
 import ast
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -243,6 +244,56 @@ def export(parser: argparse.ArgumentParser) -> Command:
     return run
 
 
+def predict(parser: argparse.ArgumentParser) -> Command:
+    """Classes of pictures, with their probabilities: of files, of folders with all in them, or of a data set.
+
+    Classes have the names that the training run had for them, those of ImageNet where the weights are, or else their
+    index. Pictures that cannot be read are named at the end, with status 1; the others' results are kept.
+    """
+    parser.set_defaults(announcement='predicting')
+    parser.add_argument('images', nargs='*', type=Path, metavar='FILE|FOLDER', help='pictures, and folders of them')
+    group = parser.add_argument_group('model')
+    group.add_argument(
+        '-m', '--model', metavar='NAME',
+        help='any model name of timm, an address such as hf-hub:account/name, or an ONNX file of flatten-zoo export')
+    weights = group.add_mutually_exclusive_group()
+    weights.add_argument('--pretrained', action='store_true', help='load the released weights')
+    weights.add_argument(
+        '--checkpoint', type=Path, metavar='PATH',
+        help='load the weights of this file, or of the best checkpoint in this output folder of train.py; --model is '
+             'needed only where the file does not say which it is of')
+    group.add_argument(
+        '--img-size', nargs='+', type=int, metavar='N', help="side, or height and width (default: the model's own)")
+    group = parser.add_argument_group('data set, in place of pictures')
+    group.add_argument('--dataset', default='', metavar='NAME', help='PREFIX/NAME, as for train.py')
+    group.add_argument('--data-dir', metavar='DIR', help='folder (or tar file) of the data')
+    group.add_argument('--split', default='validation', metavar='NAME', help='of the data (default: validation)')
+    group.add_argument('--num-samples', type=int, metavar='N', help='images, for streams that do not say')
+    group.add_argument('--dataset-download', action='store_true', help='download the data if its source allows it')
+    group.add_argument('--input-key', metavar='KEY', help='name of the image in a record')
+    group.add_argument('--target-key', metavar='KEY', help='name of the class in a record')
+    group = parser.add_argument_group('running')
+    group.add_argument('-b', '--batch-size', type=int, default=64, metavar='N', help='images per batch (default: 64)')
+    group.add_argument(
+        '-j', '--workers', type=int, default=min(4, os.cpu_count() or 1), metavar='N',
+        help='processes that read images (default: 4, but no more than there are cores)')
+    group.add_argument('--device', default='cuda', help='where to run (default: cuda, or the CPU if there is none)')
+    group = parser.add_argument_group('results')
+    group.add_argument('--topk', type=int, default=5, metavar='K', help='classes for each picture (default: 5)')
+    group.add_argument('--results-file', type=Path, metavar='FILE', help='write them to .csv, .json, .jsonl, .parquet')
+    group.add_argument(
+        '--results-format', choices=['csv', 'json', 'jsonl', 'parquet'],
+        help="as which format (default: that of the file's suffix; without a file, a table)")
+    group.add_argument(
+        '--embeddings', type=Path, metavar='FILE', help='instead write pooled features, to FILE.npz or FILE.parquet')
+
+    def run(args: argparse.Namespace) -> int:
+        from .predict.command import run
+        return run(args)
+
+    return run
+
+
 def bench(parser: argparse.ArgumentParser) -> Command:
     """How fast models run here, side by side: images per second, time of a batch, peak memory, speed against the first.
 
@@ -308,6 +359,7 @@ COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Command]] = {
     'push': push,
     'list': list_models,
     'info': info,
+    'predict': predict,
     'visualize': visualize,
     'export': export,
     'bench': bench,

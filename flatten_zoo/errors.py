@@ -5,7 +5,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 
-__all__ = ['UsageError', 'first_line', 'report_usage_errors', 'show_traceback', 'unknown_name']
+__all__ = ['UsageError', 'first_line', 'printable', 'report_usage_errors', 'show_traceback', 'unknown_name']
 
 
 class UsageError(ValueError):
@@ -16,7 +16,12 @@ class UsageError(ValueError):
     """
 
     def __str__(self) -> str:
-        return ''.join(c if c.isprintable() else repr(c)[1:-1] for c in super().__str__())
+        return printable(super().__str__())
+
+
+def printable(text: str) -> str:
+    """Text on one line, with the characters that steer a terminal as Python writes them."""
+    return ''.join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:

@@ -34,7 +34,7 @@ atexit.register(lambda: print('torch' in sys.modules))
 
 
 @pytest.mark.parametrize('arguments, announcement', [
-    (['complexity', 'ea'], 'measuring …'), (['bench', 'm'], 'measuring …'),
+    (['complexity', 'ea'], 'measuring …'), (['bench', 'm'], 'measuring …'), (['predict', 'a.png'], 'predicting …'),
     (['visualize', 'a.png', '--model', 'm', '-o', 'b.png'], 'drawing a.png with m …'),
     (['export', 'm', '-o', 'm.onnx'], 'exporting m to m.onnx …'), (['list'], '')])
 def test_what_takes_long_is_announced_before_the_imports(arguments, announcement, monkeypatch, capsys):

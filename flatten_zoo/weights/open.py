@@ -246,7 +246,7 @@ def _evaluation_settings(options: dict, cfg: dict) -> dict:
     settings = resolve_data_config(options, pretrained_cfg=cfg)
     if settings['input_size'] != tuple(cfg['input_size']):
         settings['pool_size'] = None
-    return settings
+    return {**settings, 'test_input_size': None, 'test_crop_pct': None}  # those were for other weights
 
 
 def _label_names(checkpoint: dict, num_classes: int) -> list[str] | None:

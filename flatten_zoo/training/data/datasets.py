@@ -25,7 +25,7 @@ from flatten_zoo.images import IMAGE_ERRORS, eight_bits, image_suffixes, open_im
 from ..report import log
 from .streams import CheckedStream, LoadingError, check_columns, check_source, default_key
 
-__all__ = ['check_classes', 'check_same_classes', 'class_names', 'open_dataset', 'open_splits']
+__all__ = ['Split', 'check_classes', 'check_same_classes', 'class_names', 'open_dataset', 'open_splits']
 
 SPLIT_NAMES = (('train', 'training'), ('validation', 'val', 'valid', 'eval', 'evaluation'), ('test', 'testing'))
 
@@ -58,14 +58,14 @@ class CheckedImages(Dataset):
             if isinstance(e, RuntimeError) and not str(e).startswith('Failed to load'):  # timm's words for it
                 raise
             reason = f' ({first_line(e)})' if type(e) is ValueError else ''
-            raise LoadingError(f'cannot read the image {self._name(index)}{reason}; remove or replace it') from e
+            raise LoadingError(f"cannot read the image '{self.name(index)}'{reason}; remove or replace it") from e
         return self.transform(image) if self.transform else image, target
 
-    def _name(self, index: int) -> str:
-        if hasattr(self.dataset, 'filename'):
-            return f"'{self.dataset.filename(index, absolute=True)}'"
-        samples = getattr(self.dataset, 'samples', None)
-        return f"'{samples[index][0]}'" if samples else f'number {index} of {type(self.dataset).__name__}'
+    def name(self, index: int) -> str:
+        """The file of an image, or its number where the data set does not say."""
+        samples = getattr(self.dataset, 'samples', None)  # of torchvision
+        file = self.dataset.filename(index, absolute=True) if hasattr(self.dataset, 'filename') else None
+        return file or (samples[index][0] if samples else f'number {index} of {type(self.dataset).__name__}')
 
 
 def open_dataset(
@@ -260,6 +260,12 @@ class Split:
             return False
         return True
 
+    def say_left_out(self) -> None:
+        """Say which files are no images, and how many."""
+        if left_out := (+self.left_out).most_common():
+            kinds = [f'{number} {ascii(kind)[1:-1]}' for kind, number in left_out]
+            log.info("'%s': files left out: %s", self.root, _some(kinds))
+
     def index_classes(self, labels: list[str], leaves: Iterable[str] = ()) -> dict[str, int]:
         """Index of each class, once all files are seen; says what is left out and which classes are empty.
 
@@ -274,9 +280,7 @@ class Split:
         self.left_out['in no class folder'] = found.pop('', 0)
         index = self.class_map or {name: i for i, name in enumerate(sorted(found, key=natural_key))}
         self.left_out['of no class in --class-map'] = sum(n for name, n in found.items() if name not in index)
-        if left_out := (+self.left_out).most_common():
-            kinds = [f'{number} {ascii(kind)[1:-1]}' for kind, number in left_out]
-            log.info("'%s': files left out: %s", self.root, _some(kinds))
+        self.say_left_out()
         expected = self.class_map or [os.path.basename(path) for path in leaves if not SYSTEM.search(path)]
         if empty := sorted(set(expected) - found.keys(), key=natural_key):
             names = _some([ascii(name) for name in empty])
