@@ -235,7 +235,7 @@ def test_backbone_without_the_finest_level():
 
 @pytest.mark.parametrize('arguments, message', [
     (('flatten_pvt_v2_b9', 2), "unknown model 'flatten_pvt_v2_b9'; did you mean flatten_pvt_v2_b"),
-    (('hiera_tiny_224', 2), "model 'hiera_tiny_224'.*dynamic_img_size"),
+    (('hiera_tiny_224', 2), "cannot build 'hiera_tiny_224'.*dynamic_img_size"),
     ((nn.Identity(), 2), 'timm model built with features_only=True, got Identity'),
     ((SMALL, 1), 'num_classes includes the background and must be at least 2, got 1'),
 ])
@@ -249,7 +249,7 @@ def test_arguments_of_the_backbone():
     assert not any('positional' in name for name, _ in model.named_parameters())
     with pytest.raises(ValueError, match='for a backbone that is given by its name'):
         faster_rcnn(model.backbone.body, 2, pretrained_backbone=True)
-    with pytest.raises(ValueError, match=f"model '{SMALL}'.*nonsense"):
+    with pytest.raises(ValueError, match=f"cannot build '{SMALL}'.*nonsense"):
         faster_rcnn(SMALL, 2, backbone_kwargs={'nonsense': 1})
 
 
@@ -332,7 +332,7 @@ def test_freezing_changes_no_output():
 
 def test_defaults_of_freezing_are_torchvisions(monkeypatch):
     create = timm.create_model
-    monkeypatch.setattr(timm, 'create_model', lambda name, pretrained, **kwargs: create(name, **kwargs))
+    monkeypatch.setattr(timm, 'create_model', lambda pretrained, **kwargs: create(**kwargs))
     body = faster_rcnn('resnet18', 2, pretrained_backbone=True).backbone.body
     assert trained_parts(body) == {'layer2', 'layer3', 'layer4'}
     assert not any(isinstance(module, nn.BatchNorm2d) for module in body.modules())

@@ -167,9 +167,13 @@ def test_what_cannot_be_published(hub, folder):
     for repo in ('name', 'a/b/c', 'me/in valid', 'me/--'):
         with pytest.raises(UsageError, match='--repo'):
             push(folder, repo)
-    (folder / 'config.json').write_text(json.dumps({'architecture': 'flatten_pvt_s', 'pretrained_cfg': {}}))
-    with pytest.raises(UsageError, match="does not fit the model 'flatten_pvt_s'"):
-        push(folder, REPO)
+    other = {'architecture': 'flatten_pvt_v2_b0', 'model_args': {'depths': [1, 1, 1, 1], 'num_heads': [1, 1, 1, 1]}}
+    for config, message in (
+            ({'architecture': 'flatten_pvt_s'}, 'which it cannot hold'),
+            (other, "does not fit the model 'flatten_pvt_v2_b0'")):
+        (folder / 'config.json').write_text(json.dumps({'pretrained_cfg': {}, **config}))
+        with pytest.raises(UsageError, match=message):
+            push(folder, REPO)
     (folder / 'config.json').unlink()
     with pytest.raises(UsageError, match=r'no config\.json'):
         dry_run(folder, REPO)
