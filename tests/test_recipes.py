@@ -231,7 +231,7 @@ def operations(owner) -> list[auto_augment.AugmentOp]:
     '--aa rand-m9-inc1 --aug-splits 2', '--aa rand-m9-inc1 --train-img-sizes 32 64'])
 def test_strongest_posterize_leaves_a_black_image(options):
     table = dict(auto_augment.NAME_TO_OP)
-    args = train_parser().parse_args([*options.split(), '-j', '0', '--img-size', '32', '-b', '2'])
+    args = train_parser().parse_args([*options.split(), '-j', '0', '--img-size', '32', '-b', '1024'])
     loader = training_loader(args, 10, Images(), input_config(args, create_model('test_resnet')), Numerics(CPU))
     found = [op for op in operations(loader.dataset) if op.name.startswith('Posterize')]
     assert found
