@@ -44,6 +44,7 @@ from .loop.optimization import (
     mixup_arguments,
     updates_per_epoch,
 )
+from .loop.sync_batch_norm import synchronize_batch_norm
 from .loop.trainer import Divergence, Trainer, evaluate, remedies
 from .options.checks import check_files, check_train_options, recorded_options
 from .options.definitions import train_parser
@@ -283,7 +284,6 @@ def prepare(args: argparse.Namespace) -> Run:
 
     model = numerics.place(model)
     if args.sync_bn and world_size() > 1:
-        from .loop.sync_batch_norm import synchronize_batch_norm  # not in every build of torch
         model = synchronize_batch_norm(model, numerics.device)
     task = build_task(args, model, numerics.device)
     optimizer = build_optimizer(args, model, settled.lr)

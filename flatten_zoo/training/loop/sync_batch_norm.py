@@ -1,8 +1,8 @@
 """Batch norm over the images of all processes, on CPUs as well, where torch's own does not run."""
 import torch
+import torch.distributed as dist
 from timm.layers import convert_sync_batchnorm
 from torch import nn
-from torch.distributed.nn.functional import all_reduce  # the sum, with its gradient
 from torch.nn.functional import batch_norm
 
 from flatten_zoo._torch import _BatchNorm
@@ -26,6 +26,23 @@ def synchronize_batch_norm(model: nn.Module, device: torch.device) -> nn.Module:
         if isinstance(layer, _BatchNorm):
             model.set_submodule(name, _SyncBatchNormOnCPU(layer))
     return model
+
+
+class _SumOverProcesses(torch.autograd.Function):
+    """Sum of a tensor over the processes; its gradient is the sum of theirs.
+
+    torch's own, `torch.distributed.nn.functional.all_reduce`, is deprecated for a private module.
+    """
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        return _SumOverProcesses.apply(grad)
 
 
 class _SyncBatchNormOnCPU(_BatchNorm):
@@ -53,10 +70,10 @@ class _SyncBatchNormOnCPU(_BatchNorm):
         inner = [dim for dim in range(x.ndim) if dim != 1]
         per_channel = [-1 if dim == 1 else 1 for dim in range(x.ndim)]
         values = x.float()
-        count = all_reduce(values.new_tensor(values.numel() // values.shape[1]))
-        mean = all_reduce(values.sum(inner)) / count
+        count = _SumOverProcesses.apply(values.new_tensor(values.numel() // values.shape[1]))
+        mean = _SumOverProcesses.apply(values.sum(inner)) / count
         centred = values - mean.view(per_channel)
-        var = all_reduce(centred.square().sum(inner)) / count
+        var = _SumOverProcesses.apply(centred.square().sum(inner)) / count
         if self.track_running_stats:
             self._follow(mean.detach(), var.detach() * count / (count - 1))
         values = centred * (var + self.eps).rsqrt().view(per_channel)
