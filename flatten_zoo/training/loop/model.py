@@ -12,7 +12,7 @@ from torch import nn
 
 from flatten_zoo.errors import UsageError, first_line
 from flatten_zoo.models.recorded import check_size
-from flatten_zoo.weights.open import create_model
+from flatten_zoo.weights.open import check_model_name, create_model
 
 from ..options.parser import as_given
 from ..report import log
@@ -78,6 +78,10 @@ def build_model(args: argparse.Namespace, pretrained: bool, **kwargs: Any) -> nn
     Raises:
         UsageError: There is no such model, it does not take an argument, or its weights cannot be had.
     """
+    try:
+        check_model_name(args.model)
+    except UsageError as e:
+        raise UsageError(f'--model: {e}') from e
     if args.fast_norm:
         set_fast_norm()
     return create_model(
