@@ -3,12 +3,15 @@ import ast
 import graphlib
 import importlib
 import importlib.util
+import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import flatten_zoo
+from flatten_zoo._timm import MEMBERS
 
 ROOT = Path(flatten_zoo.__file__).parent
 HOMES = {'_timm.py', '_torch.py'}
@@ -39,6 +42,13 @@ def private_names(*paths: Path) -> list[str]:
 def test_is_where_it_was(name):
     module, _, attribute = name.rpartition('.')
     assert hasattr(importlib.import_module(module), attribute), f'{name} has moved: mend it in flatten_zoo/_*.py'
+
+
+@pytest.mark.parametrize('owner, member', [(owner, member) for owner, members in MEMBERS.items() for member in members])
+def test_member_is_there(owner, member):
+    module, _, name = owner.rpartition('.')
+    source = inspect.getsource(getattr(importlib.import_module(module), name))
+    assert re.search(rf'\b{member}\b', source), f'{owner}.{member} has gone: mend who uses it'
 
 
 def test_has_its_place():
