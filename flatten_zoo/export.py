@@ -167,7 +167,7 @@ def feature_network(model: nn.Module) -> nn.Module:
             info = timm.create_model(architecture, features_only=True).feature_info
         from_the_end = [i - len(info.info) for i in info.out_indices]  # the model may be of another depth
         return FeatureGetterNet(model, out_indices=from_the_end)
-    except Exception as e:  # timm has several ways to have no features
+    except Exception as e:  # any network of timm's has its own way to have no features
         raise UsageError(f"--task features: '{architecture}' gives no feature maps: {first_line(e)}") from e
 
 
@@ -203,7 +203,7 @@ def trace(network: nn.Module, image: torch.Tensor, dynamic: str | None) -> torch
     try:
         with _quiet():
             return torch.export.export(network, (image,), dynamic_shapes=shapes)
-    except Exception as e:
+    except Exception as e:  # it runs the code of any network of timm's on symbols
         name = _timm_model(network).pretrained_cfg['architecture']
         if dynamic in ('size', 'both'):
             raise UsageError(
@@ -241,25 +241,23 @@ def save_onnx(
     from onnx_ir.passes.common import LiftConstantsToInitializersPass
     from onnxscript.optimizer import fold_constants, remove_unused_nodes
     axes = {axis: AXES[axis][0] for axis in DYNAMIC[dynamic]} if dynamic else {}
-    try:
-        with _quiet():
-            if opset < 20:  # before Gelu was an operator
-                program = program.run_decompositions(get_decompositions([torch.ops.aten.gelu.default]))
+    with _quiet():
+        if opset < 20:  # before Gelu was an operator
+            program = program.run_decompositions(get_decompositions([torch.ops.aten.gelu.default]))
+        try:
             # the exporter's own optimizer takes time quadratic in the slices of a network; runtimes have theirs
             converted = torch.onnx.export(
                 program, input_names=['image'], output_names=names, dynamic_shapes=(axes,), verbose=False,
                 optimize=False, opset_version=max(opset, 18))
-            fold_constants(converted.model)
-            LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(converted.model)  # as tools expect
-            remove_unused_nodes(converted.model)
-            if opset == 17:
-                to_opset_17(converted.model)
-            # what ends at an opset ends at the file format of its time too
-            converted.model.ir_version = find_min_ir_version_for([make_operatorsetid('', opset)])
-    except UsageError:
-        raise
-    except Exception as e:  # operations that ONNX does not have
-        raise UsageError(f'--format onnx: {first_line(e)}; --format pt2 is the other way') from e
+        except torch.onnx.OnnxExporterError as e:  # operations that ONNX does not have
+            raise UsageError(f'--format onnx: {first_line(e)}; --format pt2 is the other way') from e
+        fold_constants(converted.model)
+        LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(converted.model)  # as tools expect
+        remove_unused_nodes(converted.model)
+        if opset == 17:
+            to_opset_17(converted.model)
+        # what ends at an opset ends at the file format of its time too
+        converted.model.ir_version = find_min_ir_version_for([make_operatorsetid('', opset)])
     weights = sum(tensor.nbytes for tensor in program.state_dict.values())
     converted.save(path, external_data=weights > ONE_FILE)
 

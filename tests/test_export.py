@@ -15,6 +15,7 @@ from flatten_zoo import export as export_module
 from flatten_zoo.cli import main
 from flatten_zoo.errors import UsageError
 from flatten_zoo.export import (
+    OPSET,
     OPSETS,
     check_shapes,
     description_of,
@@ -22,6 +23,8 @@ from flatten_zoo.export import (
     feature_network,
     load_onnx,
     load_program,
+    save_onnx,
+    trace,
 )
 from flatten_zoo.samples.digits import write_digits
 from flatten_zoo.training.train import main as train
@@ -422,3 +425,14 @@ def test_missing_runtime_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'onnxruntime', None)
     with pytest.raises(UsageError, match=r"--format onnx: .*onnxruntime.*pip install 'flatten_zoo\[export\]'"):
         export(timm.create_model('test_resnet'), tmp_path / 'model.onnx')
+
+
+def test_operations_that_onnx_does_not_have(tmp_path):
+    class Network(torch.nn.Module):
+        def forward(self, image):
+            return torch.linalg.eigvals(image).real
+
+    program = trace(Network(), torch.zeros(1, 3, 4, 4), None)
+    with pytest.raises(UsageError, match='--format onnx: .*--format pt2 is the other way'):
+        save_onnx(program, tmp_path / 'model.onnx', ['logits'], None, OPSET)
+    assert not list(tmp_path.iterdir())
