@@ -353,6 +353,30 @@ def run(parser: argparse.ArgumentParser) -> Command:
     return run
 
 
+def train(parser: argparse.ArgumentParser) -> Command:
+    """Train an image classifier: what train.py does, with the same options (--help lists them).
+
+    In several processes: torchrun … -m flatten_zoo train …
+    """
+    return _program(parser, 'train')
+
+
+def validate(parser: argparse.ArgumentParser) -> Command:
+    """Measure an image classifier, or a run of train: what validate.py does, with the same options (--help lists them).
+    """
+    return _program(parser, 'validate')
+
+
+def _program(parser: argparse.ArgumentParser, name: str) -> Command:
+    """The way to a module of the training room."""
+    parser.add_argument('arguments', nargs='*')
+
+    def run(args: argparse.Namespace) -> int:
+        return importlib.import_module(f'.training.{name}', __package__).main(args.arguments)
+
+    return run
+
+
 COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Command]] = {
     'complexity': complexity,
     'convert': convert,
@@ -360,11 +384,16 @@ COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Command]] = {
     'list': list_models,
     'info': info,
     'predict': predict,
+    'train': train,
+    'validate': validate,
     'visualize': visualize,
     'export': export,
     'bench': bench,
     'run': run,
 }
+
+
+PROGRAMS = ('train', 'validate')  # of the training room, which read their options themselves
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -377,13 +406,17 @@ def main(argv: list[str] | None = None) -> int:
         The exit status: 2 after a mistake in the arguments.
     """
     parser = argparse.ArgumentParser(prog='flatten-zoo', description='Efficient-attention vision backbones for timm.')
-    subparsers = parser.add_subparsers(metavar='COMMAND', required=True)
+    subparsers = parser.add_subparsers(metavar='COMMAND', dest='command', required=True)
     for name, command in COMMANDS.items():
         summary, _, _ = command.__doc__.partition('\n')
-        subparser = subparsers.add_parser(name, help=summary, description=command.__doc__)
+        # all words after a program are its arguments, --help too
+        options = {'add_help': False, 'prefix_chars': '\0'} if name in PROGRAMS else {}
+        subparser = subparsers.add_parser(name, help=summary, description=command.__doc__, **options)
         subparser.set_defaults(run=command(subparser))
     args = parser.parse_args(argv)
     if 'announcement' in args:  # of what takes long, before the imports, which do too
         print(args.announcement.format_map(vars(args)), '…', file=sys.stderr)
+    if args.command in PROGRAMS:
+        os.environ.setdefault('OMP_WAIT_POLICY', 'passive')  # spinning threads starve the loader's processes
     importlib.import_module('.weights', __package__)  # registers the networks, which `flatten_zoo` left to this
     return report_usage_errors(lambda: args.run(args))

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from flatten_zoo.errors import UsageError, first_line
 from flatten_zoo.files import write_beside
 
+from .options.parser import program
 from .processes import is_first, until_interrupted, world_size
 
 if TYPE_CHECKING:
@@ -197,5 +198,6 @@ def figures_text(figures: Mapping[str, float]) -> str:
 
 def next_command(folder: Path) -> str:
     """The command that validates a run, as it works from the folder where training was started."""
-    script = Path(sys.argv[0]).with_name('validate.py')
-    return shlex.join(['python', str(script), '--checkpoint', str(folder)])
+    start = program('validate')
+    start = ['python', start] if start.endswith('.py') else start.split()
+    return shlex.join([*start, '--checkpoint', str(folder)])

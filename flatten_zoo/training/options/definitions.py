@@ -1,7 +1,7 @@
 """The options of `train.py` and `validate.py`: timm's names, meanings and defaults."""
 import argparse
 
-from .parser import KeyValues, Number, OptionParser
+from .parser import KeyValues, Number, OptionParser, program
 
 __all__ = ['REFUSED', 'train_parser', 'validate_parser']
 
@@ -34,7 +34,7 @@ INTERPOLATIONS = ('bilinear', 'bicubic', 'nearest', 'lanczos', 'box', 'hamming')
 
 def train_parser() -> OptionParser:
     """Parser of `train.py`."""
-    parser = OptionParser(REFUSED, prog='train.py', description='Train an image classifier.')
+    parser = OptionParser(REFUSED, prog=program('train'), description='Train an image classifier.')
     _dataset_options(parser, train=True)
     _model_options(parser)
     _input_options(parser)
@@ -55,7 +55,7 @@ def train_parser() -> OptionParser:
 def validate_parser() -> OptionParser:
     """Parser of `validate.py`."""
     parser = OptionParser(
-        REFUSED, prog='validate.py',
+        REFUSED, prog=program('validate'),
         description='Measure the accuracy of an image classifier: a model by its name with --pretrained or '
                     '--checkpoint FILE, or a run of train.py with --checkpoint FOLDER, whose args.yaml then says '
                     'which model, data and image size.')

@@ -15,7 +15,8 @@ from flatten_zoo.files import write_beside
 from flatten_zoo.models.recorded import check_plain, shown
 
 __all__ = [
-    'KeyValues', 'Number', 'OptionParser', 'Options', 'as_given', 'flag', 'read_options_file', 'write_options_file',
+    'KeyValues', 'Number', 'OptionParser', 'Options', 'as_given', 'flag', 'program', 'read_options_file', 'recipes',
+    'write_options_file',
 ]
 
 
@@ -106,7 +107,8 @@ class OptionParser(argparse.ArgumentParser):
         self.refused = refused or {}
         self.register('action', 'store_true', Flag)
         self.add_argument(
-            '-c', '--config', metavar='FILE', help='YAML file of options; the command line overrides it')
+            '-c', '--config', metavar='FILE',
+            help='YAML file of options, or the name of a recipe; the command line overrides it')
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
@@ -129,6 +131,7 @@ class OptionParser(argparse.ArgumentParser):
         config = early.parse_known_args(args)[0].config
         if config:
             try:
+                config = find_recipe(config)
                 values = read_options_file(config)
             except UsageError as e:
                 raise UsageError(f'--config: {e}') from e
@@ -235,6 +238,33 @@ def read_options_file(path: str | Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UsageError(f'{path}: expected a mapping of option names to values')
     return values
+
+
+def recipes() -> dict[str, Path]:
+    """Recipes by name: those that came with the package, or in a checkout those beside it."""
+    package = Path(__file__).parents[2]
+    folder = package / 'recipes' if (package / 'recipes').is_dir() else package.parent / 'configs'
+    return {path.stem: path for path in sorted(folder.glob('*.yaml'))}
+
+
+def find_recipe(name: str) -> Path:
+    """The file of that name, or where there is none the recipe.
+
+    Raises:
+        UsageError: There is neither.
+    """
+    path = Path(name)
+    if path.exists() or path.suffix or len(path.parts) > 1:
+        return path
+    if name not in recipes():
+        raise unknown_name('recipe', name, recipes())
+    return recipes()[name]
+
+
+def program(name: str) -> str:
+    """How 'train' or 'validate' is started, as this process was: as a script, or as a subcommand."""
+    script = Path(sys.argv[0])
+    return str(script.with_name(f'{name}.py')) if script.name in ('train.py', 'validate.py') else f'flatten-zoo {name}'
 
 
 def write_options_file(path: Path, options: Mapping[str, Any]) -> None:
