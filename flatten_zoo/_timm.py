@@ -1,6 +1,6 @@
 """Private names of timm's that have no public twin, for the one place to mend when an upgrade moves them.
 
-`tests/test_house.py` fails by the name of what is gone.
+`tests/test_house.py` fails by the name of what is gone, private members of timm's classes included.
 """
 from timm.layers import _assert  # torch's, which scripting and tracing keep; a plain `assert` they would drop
 from timm.models._features import (
@@ -14,16 +14,7 @@ from timm.models._hub import (
 )
 from timm.models._manipulate import MATCH_PREV_GROUP  # `group_matcher`: with the layer before
 
-MEMBERS = {  # of timm's classes, which the zoo overrides, calls or sets where it has to
-    'timm.utils.CheckpointSaver': ('_save', '_replace', '_duplicate'),  # a file under its final name is always whole
-    'timm.utils.ModelEmaV3': ('_sr_generator',),  # has to go on with the run
-    'timm.data.ImageDataset': ('_max_retries',),  # no second image in place of one that cannot be read
-    'timm.data.readers.reader_wds.ReaderWds': ('_lazy_init',),  # decides which process reads which part of a stream
-    'timm.data.readers.reader_hfids.ReaderHfids': ('_lazy_init',),
-    'timm.models.swin_transformer.SwinTransformer': ('_ref_window_sizes',),  # windows of a Swin with dilated stages
-}
-
 __all__ = [
-    'MATCH_PREV_GROUP', 'MEMBERS', 'FeatureGetterNet', '_assert', 'feature_take_indices', 'generate_readme',
+    'MATCH_PREV_GROUP', 'FeatureGetterNet', '_assert', 'feature_take_indices', 'generate_readme',
     'get_cache_dir', 'load_model_config_from_path',
 ]

@@ -11,11 +11,20 @@ from pathlib import Path
 import pytest
 
 import flatten_zoo
-from flatten_zoo._timm import MEMBERS
 
 ROOT = Path(flatten_zoo.__file__).parent
 HOMES = {'_timm.py', '_torch.py'}
 LIBRARIES = ('timm', 'torch', 'torchvision', 'huggingface_hub', 'safetensors')
+
+
+MEMBERS = {  # of timm's classes, which the zoo overrides, calls or sets where it has to
+    'timm.utils.CheckpointSaver': ('_save', '_replace', '_duplicate'),  # a file under its final name is always whole
+    'timm.utils.ModelEmaV3': ('_sr_generator',),  # has to go on with the run
+    'timm.data.ImageDataset': ('_max_retries',),  # no second image in place of one that cannot be read
+    'timm.data.readers.reader_wds.ReaderWds': ('_lazy_init',),  # decides which process reads which part of a stream
+    'timm.data.readers.reader_hfids.ReaderHfids': ('_lazy_init',),
+    'timm.models.swin_transformer.SwinTransformer': ('_ref_window_sizes',),  # windows of a Swin with dilated stages
+}
 
 
 def is_private(name: str) -> bool:

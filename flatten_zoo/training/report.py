@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -19,9 +19,6 @@ from flatten_zoo.files import write_beside
 
 from .options.parser import program
 from .processes import is_first, until_interrupted, world_size
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 __all__ = [
     'Progress', 'draw_curves', 'figures_text', 'log', 'log_last_row', 'next_command', 'setup_logging',
@@ -130,13 +127,13 @@ def start_wandb(args: argparse.Namespace, record: dict[str, Any], name: str) -> 
         raise UsageError(f'--log-wandb: {first_line(e)}') from e
 
 
-def start_tensorboard(folder: Path, epoch: int) -> 'SummaryWriter':
+def start_tensorboard(folder: Path, epoch: int):
     """Begin or continue a folder's event files for TensorBoard; what they had from `epoch` on counts no more."""
     from torch.utils.tensorboard import SummaryWriter
     return SummaryWriter(str(folder), purge_step=epoch)
 
 
-def log_last_row(tensorboard: 'SummaryWriter', summary: Path) -> None:
+def log_last_row(tensorboard: Any, summary: Path) -> None:
     """Log the figures of the last row of a `summary.csv` under the names of its columns."""
     with summary.open(newline='') as file:
         *_, row = csv.DictReader(file)

@@ -176,16 +176,11 @@ class Trainer(TrainingState):
     def _start_epoch(self, epoch: int) -> None:
         self.task.train()
         self.optimizer.zero_grad()
-        if hasattr(self.loader.dataset, 'set_epoch'):
-            self.loader.dataset.set_epoch(epoch)
-        for sampler in (self.loader.sampler, self.loader.batch_sampler):
-            if hasattr(sampler, 'set_epoch'):
-                sampler.set_epoch(epoch)
+        for owner in (self.loader.dataset, self.loader.sampler, self.loader.batch_sampler):
+            if hasattr(owner, 'set_epoch'):
+                owner.set_epoch(epoch)
         if self.args.mixup_off_epoch and epoch >= self.args.mixup_off_epoch:
-            if self.mixup is not None:
-                self.mixup.mixup_enabled = False
-            else:
-                self.loader.mixup_enabled = False
+            (self.mixup or self.loader).mixup_enabled = False
 
     def _prepare_batch(
             self,
