@@ -416,7 +416,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if 'announcement' in args:  # of what takes long, before the imports, which do too
         print(args.announcement.format_map(vars(args)), '…', file=sys.stderr)
-    if args.command in PROGRAMS:
+    if vars(args).pop('command') in PROGRAMS:
         os.environ.setdefault('OMP_WAIT_POLICY', 'passive')  # spinning threads starve the loader's processes
     importlib.import_module('.weights', __package__)  # registers the networks, which `flatten_zoo` left to this
     return report_usage_errors(lambda: args.run(args))
