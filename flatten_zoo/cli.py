@@ -362,8 +362,7 @@ def train(parser: argparse.ArgumentParser) -> Command:
 
 
 def validate(parser: argparse.ArgumentParser) -> Command:
-    """Measure an image classifier, or a run of train: what validate.py does, with the same options (--help lists them).
-    """
+    """Measure an image classifier: what validate.py does, with the same options (--help lists them)."""
     return _program(parser, 'validate')
 
 
@@ -391,8 +390,6 @@ COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Command]] = {
     'bench': bench,
     'run': run,
 }
-
-
 PROGRAMS = ('train', 'validate')  # of the training room, which read their options themselves
 
 
