@@ -1,4 +1,5 @@
 """Train an image classifier: `python train.py --help`."""
+
 import os
 import sys
 

@@ -1,4 +1,5 @@
 """Measure an image classifier: `python validate.py --help`."""
+
 import os
 import sys
 

@@ -3,6 +3,7 @@
 Ratios of medians; above 1 the zoo is faster, or keeps less. "projections" is the time of an operator in projections
 alone, which is its floor. An idle machine is needed: another program changes even ratios.
 """
+
 import argparse
 import contextlib
 import copy
@@ -19,34 +20,49 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import flatten_zoo  # noqa: F401  registers the networks
 from flatten_zoo.bench.alternating import in_turn, timed
-from flatten_zoo.layers import (
-    EfficientAttention,
-    FocusedLinearAttention,
-    InterlacedSparseAttention,
-    NonLocalAttention,
-)
+from flatten_zoo.layers import EfficientAttention, FocusedLinearAttention, InterlacedSparseAttention, NonLocalAttention
 from flatten_zoo.tables import as_text
 
 from .transcription import TRANSCRIPTIONS
 
 # side of the map, channels, heads: PVT's, Swin's and CSwin's linear stages
 OPERATORS = [
-    (56, 64, 1), (56, 96, 3), (56, 64, 2), (28, 128, 2), (28, 192, 6), (28, 128, 4), (14, 320, 5), (14, 192, 3)]
+    (56, 64, 1),
+    (56, 96, 3),
+    (56, 64, 2),
+    (28, 128, 2),
+    (28, 192, 6),
+    (28, 128, 4),
+    (14, 320, 5),
+    (14, 192, 3),
+]
 MODULES = [EfficientAttention, NonLocalAttention, InterlacedSparseAttention]  # at 256 channels, on maps of a side of
 MODULE_SIDE = 64
 NETWORKS = [
-    'flatten_pvt_t', 'flatten_pvt_v2_b0', 'flatten_swin_t', 'flatten_cswin_t', 'flatten_deit_t', 'ea_resnet50',
-    'nl_resnet50', 'issa_resnet50']
+    'flatten_pvt_t',
+    'flatten_pvt_v2_b0',
+    'flatten_swin_t',
+    'flatten_cswin_t',
+    'flatten_deit_t',
+    'ea_resnet50',
+    'nl_resnet50',
+    'issa_resnet50',
+]
 HALVED = ['flatten_pvt_t', 'flatten_pvt_v2_b0', 'ea_resnet50']  # each takes minutes where bfloat16 is slow
 RESOLUTIONS = [256, 512, 1024, 2048]
 AT_RESOLUTIONS = {  # networks for any size, beside those that they replace
-    'flatten_pvt_t': {}, 'flatten_pvt_t, softmax attention': {'attn_types': 'softmax'},
-    'flatten_pvt_v2_b0': {}, 'pvt_v2_b0': {}, 'flatten_swin_t': {'dynamic_img_size': True}}
+    'flatten_pvt_t': {},
+    'flatten_pvt_t, softmax attention': {'attn_types': 'softmax'},
+    'flatten_pvt_v2_b0': {},
+    'pvt_v2_b0': {},
+    'flatten_swin_t': {'dynamic_img_size': True},
+}
 PRECISIONS = ['bfloat16', 'autocast', 'channels-last', 'bfloat16, channels-last']
 
 
 def transcribed(run: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], object]:
     """The same network or operator, with the transcriptions for its attention."""
+
     @functools.wraps(run)
     def with_transcription(x: torch.Tensor) -> object:
         with contextlib.ExitStack() as patches:
@@ -98,6 +114,7 @@ def inference(run: Callable, x: torch.Tensor) -> Callable[[], None]:
     def infer() -> None:
         with torch.inference_mode():
             run(x)
+
     return infer
 
 
@@ -107,11 +124,7 @@ def training_step(run: Callable, x: torch.Tensor) -> Callable[[], None]:
 
 
 def compare(
-        module: nn.Module,
-        x: torch.Tensor,
-        seconds: float,
-        compiled: bool = True,
-        **more: Callable,
+    module: nn.Module, x: torch.Tensor, seconds: float, compiled: bool = True, **more: Callable
 ) -> dict[str, float]:
     """Medians and bytes of a module and its transcription.
 
@@ -137,8 +150,10 @@ def compare(
 
 def ratios(figures: dict[str, float]) -> list[str]:
     """How often a module's figures are in those of its transcription."""
-    return [f'{figures[f"{name}_literal"] / figures[name]:.2f}' if name in figures else ''
-            for name in ('eager', 'compiled', 'step', 'kept')]
+    return [
+        f'{figures[f"{name}_literal"] / figures[name]:.2f}' if name in figures else ''
+        for name in ('eager', 'compiled', 'step', 'kept')
+    ]
 
 
 def operators(args: argparse.Namespace) -> None:
@@ -146,10 +161,14 @@ def operators(args: argparse.Namespace) -> None:
     for side, dim, num_heads in OPERATORS:
         module = FocusedLinearAttention(dim, num_heads, side)
         x = torch.randn(args.batch_size, side, side, dim)
-        figures = compare(module, x, args.seconds, projections=lambda x, m=module: m.proj(m.qkv(x)[..., :x.shape[-1]]))
-        rows.append([
-            f'{side}² × {dim}, {num_heads} heads', *ratios(figures),
-            *(f'{figures[name] / figures["projections"]:.2f}' for name in ('eager', 'compiled'))])
+        figures = compare(module, x, args.seconds, projections=lambda x, m=module: m.proj(m.qkv(x)[..., : x.shape[-1]]))
+        rows.append(
+            [
+                f'{side}² × {dim}, {num_heads} heads',
+                *ratios(figures),
+                *(f'{figures[name] / figures["projections"]:.2f}' for name in ('eager', 'compiled')),
+            ]
+        )
     for cls in MODULES:
         x = torch.randn(args.batch_size, 256, MODULE_SIDE, MODULE_SIDE)
         rows.append([f'{cls.__name__} {MODULE_SIDE}² × 256', *ratios(compare(cls(256), x, args.seconds)), '', ''])
@@ -169,6 +188,7 @@ def autocast(run: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], 
     def with_autocast(x: torch.Tensor) -> object:
         with torch.autocast(x.device.type, torch.bfloat16):
             return run(x)
+
     return with_autocast
 
 
@@ -177,31 +197,39 @@ def precision(args: argparse.Namespace) -> None:
     side, dim = 28, 128
     modules = {
         FocusedLinearAttention.__name__: (FocusedLinearAttention(dim, 2, side), (side, side, dim)),
-        **{cls.__name__: (cls(dim), (dim, side, side))
-           for cls in MODULES},
+        **{cls.__name__: (cls(dim), (dim, side, side)) for cls in MODULES},
         **{name: (timm.create_model(name), (3, 224, 224)) for name in HALVED},
     }
     rows = []
     for name, (module, shape) in modules.items():
         module, x = module.eval(), torch.randn(args.batch_size, *shape)
         half = copy.deepcopy(module).bfloat16()
-        runs = {'float32': inference(module, x), 'bfloat16': inference(half, x.bfloat16()),
-                'autocast': inference(autocast(module), x)}
+        runs = {
+            'float32': inference(module, x),
+            'bfloat16': inference(half, x.bfloat16()),
+            'autocast': inference(autocast(module), x),
+        }
         if name != FocusedLinearAttention.__name__:  # takes channels-last maps as it is
             last = copy.deepcopy(module).to(memory_format=torch.channels_last)
             x = x.contiguous(memory_format=torch.channels_last)
             half_last = copy.deepcopy(half).to(memory_format=torch.channels_last)
             runs |= {'channels-last': inference(last, x), 'bfloat16, channels-last': inference(half_last, x.bfloat16())}
         times = medians(runs, args.seconds)
-        rows.append([name, f'{times["float32"] * 1000:.1f}', *(
-            f'{times["float32"] / times[run]:.2f}' if run in times else '' for run in PRECISIONS)])
+        rows.append(
+            [
+                name,
+                f'{times["float32"] * 1000:.1f}',
+                *(f'{times["float32"] / times[run]:.2f}' if run in times else '' for run in PRECISIONS),
+            ]
+        )
     print(as_text(['inference', 'float32, ms', *PRECISIONS], rows))
 
 
 def resolutions(args: argparse.Namespace) -> None:
     """Inference on one image, in milliseconds, and the power of the number of pixels that it grows with."""
     models = {
-        name: timm.create_model(name.partition(',')[0], **kwargs).eval() for name, kwargs in AT_RESOLUTIONS.items()}
+        name: timm.create_model(name.partition(',')[0], **kwargs).eval() for name, kwargs in AT_RESOLUTIONS.items()
+    }
     times = {name: [] for name in models}
     for side in RESOLUTIONS:
         x = torch.randn(1, 3, side, side)
@@ -210,7 +238,8 @@ def resolutions(args: argparse.Namespace) -> None:
     rows = []
     for name, seconds in times.items():
         exponent = statistics.linear_regression(
-            [2 * math.log(side) for side in RESOLUTIONS], [math.log(t) for t in seconds]).slope
+            [2 * math.log(side) for side in RESOLUTIONS], [math.log(t) for t in seconds]
+        ).slope
         rows.append([name, *(f'{t * 1000:.0f}' for t in seconds), f'{exponent:.2f}'])
     print(as_text(['one image, ms', *(f'{side}²' for side in RESOLUTIONS), 'exponent'], rows))
 
@@ -219,7 +248,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog='python -m benchmarks', description=__doc__)
     tables = {'operators': operators, 'networks': networks, 'precision': precision, 'resolutions': resolutions}
     parser.add_argument(
-        '--only', choices=tables, help='one table; the last two, which take minutes, are printed only when asked for')
+        '--only', choices=tables, help='one table; the last two, which take minutes, are printed only when asked for'
+    )
     parser.add_argument('--compile', action='store_true', help='compile the FLatten networks too, which takes minutes')
     parser.add_argument('--batch-size', type=int, default=4, metavar='N', help='images (default: 4)')
     parser.add_argument('--seconds', type=float, default=4, metavar='S', help='for each comparison (default: 4)')

@@ -2,6 +2,7 @@
 
 Each function stands in for one method. It is the equation term by term, with no thought of how it runs.
 """
+
 import torch
 import torch.nn.functional as F
 
@@ -23,7 +24,7 @@ def focused_linear_attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Te
 
     def focused(x: torch.Tensor) -> torch.Tensor:
         x = (F.relu(x) + 1e-6) / F.softplus(self.scale)
-        power = x ** self.focusing_factor
+        power = x**self.focusing_factor
         return power / power.norm(dim=-1, keepdim=True) * x.norm(dim=-1, keepdim=True)
 
     def heads(x: torch.Tensor) -> torch.Tensor:
@@ -31,7 +32,7 @@ def focused_linear_attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Te
 
     q, k, values = heads(focused(q)), heads(focused(k)), heads(v)
     normalizer = 1 / (q @ k.mean(dim=-2, keepdim=True).transpose(-2, -1) + 1e-6)
-    context = (k.transpose(-2, -1) * N ** -0.5) @ (values * N ** -0.5)
+    context = (k.transpose(-2, -1) * N**-0.5) @ (values * N**-0.5)
     out = q @ context * normalizer
 
     maps = values.transpose(-2, -1).reshape(B * self.num_heads, self.head_dim, H, W)
@@ -68,8 +69,9 @@ def grouped_self_attention(self, x: torch.Tensor) -> torch.Tensor:
     """
     B, C, H, W = x.shape
     Ph, Pw = self.group_size
-    to_groups, back = ((0, 3, 5, 1, 2, 4), (0, 3, 4, 1, 5, 2)) if self.long_range else (
-        (0, 2, 4, 1, 3, 5), (0, 3, 1, 4, 2, 5))
+    to_groups, back = (
+        ((0, 3, 5, 1, 2, 4), (0, 3, 4, 1, 5, 2)) if self.long_range else ((0, 2, 4, 1, 3, 5), (0, 3, 1, 4, 2, 5))
+    )
     groups = x.reshape(B, C, H // Ph, Ph, W // Pw, Pw).permute(to_groups)
     rows, columns, h, w = groups.shape[1], groups.shape[2], *groups.shape[4:]
     groups = groups.reshape(-1, C, h, w)

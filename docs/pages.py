@@ -1,4 +1,5 @@
 """Pages of the site that stand elsewhere: in the repository's root, and in the commands' help."""
+
 import os
 import re
 import subprocess
@@ -34,7 +35,11 @@ def _commands():
     text = ['# Commands\n\n`flatten-zoo COMMAND --help` prints what stands here.\n']
     for name in COMMANDS:
         help = subprocess.run(
-            [sys.executable, '-m', 'flatten_zoo', name, '--help'], env=environment, capture_output=True, text=True,
-            check=True).stdout
+            [sys.executable, '-m', 'flatten_zoo', name, '--help'],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
         text.append(f'## flatten-zoo {name}\n\n```text\n{help.rstrip()}\n```\n')
     return '\n'.join(text)

@@ -6,6 +6,7 @@ prints the memory that a module needs at the paper's two three-dimensional place
 section 4): in closed form, and measured in a training step, what it holds between its passes and at its worst moment.
 Then it trains a small stereo network with attention on its cost volume.
 """
+
 import argparse
 
 import torch
@@ -71,16 +72,20 @@ class StereoNet(nn.Module):
         super().__init__()
         self.max_disparity = max_disparity
         self.features = nn.Sequential(
-            nn.Conv2d(3, dim, 3, padding=1), nn.ReLU(), nn.Conv2d(dim, dim // 2, 3, padding=1))
+            nn.Conv2d(3, dim, 3, padding=1), nn.ReLU(), nn.Conv2d(dim, dim // 2, 3, padding=1)
+        )
         self.volume = nn.Sequential(
-            nn.Conv3d(dim, dim, 3, padding=1), nn.BatchNorm3d(dim), nn.ReLU(),
+            nn.Conv3d(dim, dim, 3, padding=1),
+            nn.BatchNorm3d(dim),
+            nn.ReLU(),
             EfficientAttention(dim, dim // 2, dim // 2, spatial_dims=3),
-            nn.Conv3d(dim, 1, 3, padding=1))
+            nn.Conv3d(dim, 1, 3, padding=1),
+        )
 
     def cost_volume(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         """Left features beside the right ones moved by every disparity: (B, dim, max_disparity, H, W)."""
         left, right = self.features(left), self.features(right)
-        moved = [F.pad(right, [d, 0])[..., :right.shape[-1]] for d in range(self.max_disparity)]
+        moved = [F.pad(right, [d, 0])[..., : right.shape[-1]] for d in range(self.max_disparity)]
         return torch.stack([torch.cat([left, r], dim=1) for r in moved], dim=2)
 
     def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

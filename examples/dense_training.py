@@ -1,4 +1,5 @@
 """What `train_detection.py` and `train_segmentation.py` share: options, data in COCO's format, and the loop."""
+
 import argparse
 from collections.abc import Callable
 from functools import partial
@@ -23,12 +24,7 @@ def add_option(group: argparse._ArgumentGroup, name: str, text: str, **kwargs) -
 
 
 def add_training_options(
-        parser: argparse.ArgumentParser,
-        shapes: int,
-        epochs: int,
-        batch_size: int,
-        lr: float,
-        output: str,
+    parser: argparse.ArgumentParser, shapes: int, epochs: int, batch_size: int, lr: float, output: str
 ) -> None:
     """Options of the data and of training, with these defaults."""
     data = parser.add_argument_group('data')
@@ -94,13 +90,13 @@ def load_splits(args: argparse.Namespace, train: Callable[[Path], Dataset], val:
 
 
 def train(
-        args: argparse.Namespace,
-        model: nn.Module,
-        losses: Callable[[Any, Any], dict[str, torch.Tensor]],
-        evaluate: Callable[[], dict[str, float]],
-        data: Dataset,
-        collate: Callable,
-        clip: float,
+    args: argparse.Namespace,
+    model: nn.Module,
+    losses: Callable[[Any, Any], dict[str, torch.Tensor]],
+    evaluate: Callable[[], dict[str, float]],
+    data: Dataset,
+    collate: Callable,
+    clip: float,
 ) -> dict[str, float]:
     """Train with AdamW and one cycle of the learning rate.
 
@@ -117,11 +113,14 @@ def train(
         The last scores.
     """
     loader = DataLoader(
-        data, batch_size=args.batch_size, shuffle=True, drop_last=True, num_workers=args.workers, collate_fn=collate)
+        data, batch_size=args.batch_size, shuffle=True, drop_last=True, num_workers=args.workers, collate_fn=collate
+    )
     optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], args.lr, weight_decay=args.weight_decay)
+        [p for p in model.parameters() if p.requires_grad], args.lr, weight_decay=args.weight_decay
+    )
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, args.lr, total_steps=args.epochs * len(loader), pct_start=0.1)
+        optimizer, args.lr, total_steps=args.epochs * len(loader), pct_start=0.1
+    )
     for epoch in range(1, args.epochs + 1):
         model.train()
         total = 0

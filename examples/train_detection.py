@@ -3,6 +3,7 @@
 Without --data it learns generated shapes, which takes minutes on a CPU. Otherwise --data is a folder with COCO 2017 as
 it is unpacked, or with train/ and val/, each with images/ and instances.json in COCO's format.
 """
+
 import argparse
 import math
 import sys
@@ -38,11 +39,17 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add('--backbone', 'any model of timm with stages or plain ViT', default='flatten_pvt_v2_b0', metavar='NAME')
     add('--attention', 'on the feature pyramid', default='ea', choices=['none', *OPERATORS])
     model.add_argument(
-        '--levels', nargs='+', default=list(LEVELS), choices=LEVELS, metavar='LEVEL',
-        help=f'levels that attention comes after (default: {" ".join(LEVELS)})')
+        '--levels',
+        nargs='+',
+        default=list(LEVELS),
+        choices=LEVELS,
+        metavar='LEVEL',
+        help=f'levels that attention comes after (default: {" ".join(LEVELS)})',
+    )
     model.add_argument('--boxes-only', action='store_true', help='Faster R-CNN in place of Mask R-CNN')
     model.add_argument(
-        '--pretrained', action='store_true', help="start from the backbone's pretrained weights, with norms frozen")
+        '--pretrained', action='store_true', help="start from the backbone's pretrained weights, with norms frozen"
+    )
     add('--image-size', 'shorter side of the images, 800 for COCO', type=int, default=96, metavar='N')
     add('--regions', 'regions of an image that the heads learn from, 512 for COCO', type=int, default=16, metavar='N')
     add_training_options(parser, shapes=800, epochs=4, batch_size=4, lr=5e-4, output='output/detection')
@@ -61,10 +68,18 @@ def build_model(args: argparse.Namespace, num_classes: int) -> FasterRCNN:
     attention = None if args.attention == 'none' else args.attention
     try:
         return (faster_rcnn if args.boxes_only else mask_rcnn)(
-            args.backbone, num_classes, attention, args.levels, pretrained_backbone=args.pretrained,
+            args.backbone,
+            num_classes,
+            attention,
+            args.levels,
+            pretrained_backbone=args.pretrained,
             # the proportions of torchvision's defaults
-            min_size=args.image_size, max_size=args.image_size * 5 // 3, box_batch_size_per_image=args.regions,
-            rpn_post_nms_top_n_train=4 * args.regions, rpn_post_nms_top_n_test=2 * args.regions)
+            min_size=args.image_size,
+            max_size=args.image_size * 5 // 3,
+            box_batch_size_per_image=args.regions,
+            rpn_post_nms_top_n_train=4 * args.regions,
+            rpn_post_nms_top_n_test=2 * args.regions,
+        )
     except (RuntimeError, ValueError) as e:
         raise UsageError(f'cannot build the network with --backbone {args.backbone}: {first_line(e)}') from e
 
@@ -93,7 +108,7 @@ def draw_predictions(model: FasterRCNN, data: CocoInstances, path: Path, device:
     pictures = []
     for index in range(min(count, len(data))):
         image, _ = data[index]
-        found, = model([image.to(device)])
+        (found,) = model([image.to(device)])
         found = {key: x[found['scores'] > 0.5].cpu() for key, x in found.items()}
         scale = math.ceil(256 / max(image.shape))  # small images are enlarged for their captions
         picture = enlarge(image.as_subclass(torch.Tensor), scale)
@@ -104,7 +119,8 @@ def draw_predictions(model: FasterRCNN, data: CocoInstances, path: Path, device:
                 picture = draw_segmentation_masks(picture, masks, alpha=0.5, colors=colours)
             captions = [
                 f'{data.classes[label]} {score:.2f}'
-                for label, score in zip(found['labels'].tolist(), found['scores'].tolist(), strict=True)]
+                for label, score in zip(found['labels'].tolist(), found['scores'].tolist(), strict=True)
+            ]
             picture = draw_bounding_boxes(picture, scale * found['boxes'], captions, colors=colours, width=2)
         pictures.append(picture)
     height, width = (max(picture.shape[side] for picture in pictures) for side in (1, 2))
@@ -121,8 +137,14 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     train_data, val_data = load_data(args)
     model = build_model(args, len(train_data.classes)).to(args.device)
     scores = train(
-        args, model, lambda images, targets: model(*to_device(images, targets, args.device)),
-        lambda: evaluate(model, val_data, args.device, args.workers), train_data, collate, clip=5.0)
+        args,
+        model,
+        lambda images, targets: model(*to_device(images, targets, args.device)),
+        lambda: evaluate(model, val_data, args.device, args.workers),
+        train_data,
+        collate,
+        clip=5.0,
+    )
     save_network(args, model, train_data.classes, scores)
     draw_predictions(model, val_data, args.output / 'predictions.png', args.device)
     print(f'weights and a picture of predictions are in {args.output}')

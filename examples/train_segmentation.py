@@ -5,6 +5,7 @@ isa_net is the zoo's own. Without --data they learn generated shapes, which take
 a folder with COCO 2017 as it is unpacked, or with train/ and val/, each with images/ and instances.json in COCO's
 format.
 """
+
 import argparse
 import math
 import sys
@@ -47,8 +48,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add = partial(add_option, model)
     add('--model', 'the network', default='upernet', choices=['upernet', 'fpn', 'isa_net'])
     model.add_argument(
-        '--backbone', metavar='NAME', help='any model of timm with stages, for isa_net one that can be dilated '
-        f'(default: {DEFAULT_BACKBONES["upernet"]}, for isa_net {DEFAULT_BACKBONES["isa_net"]})')
+        '--backbone',
+        metavar='NAME',
+        help='any model of timm with stages, for isa_net one that can be dilated '
+        f'(default: {DEFAULT_BACKBONES["upernet"]}, for isa_net {DEFAULT_BACKBONES["isa_net"]})',
+    )
     model.add_argument('--pretrained', action='store_true', help="start from the backbone's pretrained weights")
     add('--decoder-channels', 'of upernet and fpn, 256 in the papers', type=int, default=64, metavar='N')
     add('--image-size', 'shorter side of the images, 512 for COCO', type=int, default=64, metavar='N')
@@ -63,13 +67,16 @@ def load_data(args: argparse.Namespace) -> tuple[CocoSemantic, CocoSemantic]:
         return CocoSemantic(**coco_split(folder, split), transforms=transforms)
 
     resize = v2.Resize(args.image_size)
-    augment = v2.Compose([
-        resize,
-        v2.RandomCrop(args.image_size, pad_if_needed=True, fill={tv_tensors.Mask: IGNORE, 'others': 0}),
-        v2.RandomHorizontalFlip(),
-    ])
+    augment = v2.Compose(
+        [
+            resize,
+            v2.RandomCrop(args.image_size, pad_if_needed=True, fill={tv_tensors.Mask: IGNORE, 'others': 0}),
+            v2.RandomHorizontalFlip(),
+        ]
+    )
     return load_splits(
-        args, partial(data, split='train', transforms=augment), partial(data, split='val', transforms=resize))
+        args, partial(data, split='train', transforms=augment), partial(data, split='val', transforms=resize)
+    )
 
 
 def collate(batch: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,10 +105,14 @@ class Network(nn.Module):
             self.model = smp.UPerNet(f'tu-{args.backbone}', decoder_channels=channels, **common)
         else:
             self.model = smp.FPN(
-                f'tu-{args.backbone}', decoder_pyramid_channels=channels, decoder_segmentation_channels=channels,
-                **common)
+                f'tu-{args.backbone}',
+                decoder_pyramid_channels=channels,
+                decoder_segmentation_channels=channels,
+                **common,
+            )
         self.normalize = v2.Normalize(  # as the backbone wants it
-            getattr(cfg, 'mean', IMAGENET_DEFAULT_MEAN), getattr(cfg, 'std', IMAGENET_DEFAULT_STD))
+            getattr(cfg, 'mean', IMAGENET_DEFAULT_MEAN), getattr(cfg, 'std', IMAGENET_DEFAULT_STD)
+        )
 
     def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
         logits = self.model(self.normalize(images))
@@ -152,8 +163,14 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         return segmentation_losses(network(images.to(args.device)), labels.to(args.device), ignore_index=IGNORE)
 
     scores = train(
-        args, network, losses, lambda: evaluate(network, val_data, args.device, args.workers), train_data, collate,
-        clip=1.0)
+        args,
+        network,
+        losses,
+        lambda: evaluate(network, val_data, args.device, args.workers),
+        train_data,
+        collate,
+        clip=1.0,
+    )
     save_network(args, network.model, train_data.classes, scores)
     draw_predictions(network, val_data, args.output / 'predictions.png', args.device)
     print(f'weights and a picture of predictions are in {args.output}')

@@ -1,4 +1,5 @@
 """Efficient-attention vision backbones as ordinary timm models; importing the package registers them."""
+
 import importlib
 import os
 import sys
@@ -9,7 +10,10 @@ if TYPE_CHECKING:
     from .models.replace_attention import replace_attention
 
 __all__ = [
-    'EfficientAttention', 'FocusedLinearAttention', 'InterlacedSparseAttention', 'NonLocalAttention',
+    'EfficientAttention',
+    'FocusedLinearAttention',
+    'InterlacedSparseAttention',
+    'NonLocalAttention',
     'replace_attention',
 ]
 __version__: str
@@ -18,13 +22,14 @@ __version__: str
 def _is_command() -> bool:
     """Whether Python was started for the `flatten-zoo` command, whose help must not wait for torch."""
     if sys.argv[:1] == ['-m']:  # while `python -m NAME` looks for NAME
-        return sys.orig_argv[-len(sys.argv):][:1] == ['flatten_zoo']
+        return sys.orig_argv[-len(sys.argv) :][:1] == ['flatten_zoo']
     return os.path.basename(sys.argv[0] if sys.argv else '') in ('flatten-zoo', 'flatten-zoo.exe')
 
 
 def __getattr__(name: str) -> object:
     if name == '__version__':
         from importlib.metadata import version
+
         return version(__name__)
     if name in __all__:
         return getattr(importlib.import_module('.models' if name == 'replace_attention' else '.layers', __name__), name)

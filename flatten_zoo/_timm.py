@@ -2,6 +2,7 @@
 
 `tests/test_house.py` fails by the name of what is gone, private members of timm's classes included.
 """
+
 from timm.layers import _assert  # torch's, which scripting and tracing keep; a plain `assert` they would drop
 from timm.models._features import (
     FeatureGetterNet,  # makes the maps of `features_only` from a network that there is
@@ -15,6 +16,11 @@ from timm.models._hub import (
 from timm.models._manipulate import MATCH_PREV_GROUP  # `group_matcher`: with the layer before
 
 __all__ = [
-    'MATCH_PREV_GROUP', 'FeatureGetterNet', '_assert', 'feature_take_indices', 'generate_readme',
-    'get_cache_dir', 'load_model_config_from_path',
+    'MATCH_PREV_GROUP',
+    'FeatureGetterNet',
+    '_assert',
+    'feature_take_indices',
+    'generate_readme',
+    'get_cache_dir',
+    'load_model_config_from_path',
 ]

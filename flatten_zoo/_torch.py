@@ -2,6 +2,7 @@
 
 `tests/test_house.py` fails by the name of what is gone.
 """
+
 from torch._C import _are_functorch_transforms_active  # within torch.func: a custom backward must be differentiable
 from torch._C._functorch import is_legacy_batchedtensor  # the same for `torch.autograd.grad(is_grads_batched=True)`
 from torch._decomp import get_decompositions  # operators in terms of older ones, for older opsets of ONNX
@@ -11,12 +12,19 @@ from torch.utils._python_dispatch import TorchDispatchMode  # follows every oper
 from torch.utils._pytree import tree_leaves  # the tensors in whatever an operation takes or gives
 
 __all__ = [
-    'TorchDispatchMode', '_BatchNorm', '_are_functorch_transforms_active', 'default_store', 'dynamo_config',
-    'get_decompositions', 'is_legacy_batchedtensor', 'tree_leaves',
+    'TorchDispatchMode',
+    '_BatchNorm',
+    '_are_functorch_transforms_active',
+    'default_store',
+    'dynamo_config',
+    'get_decompositions',
+    'is_legacy_batchedtensor',
+    'tree_leaves',
 ]
 
 
 def default_store():
     """Where processes that have joined can leave a word for the others, also when collectives fail."""
     from torch.distributed.distributed_c10d import _get_default_store  # not in every build of torch
+
     return _get_default_store()

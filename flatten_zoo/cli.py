@@ -4,6 +4,7 @@ A subcommand is one function below: its docstring is the help, it adds the argum
 them. It is registered by its place in `COMMANDS`, and imports the module that does the work only when it runs. One
 that takes long sets an `announcement`, in which arguments stand by name, for `main` to print first.
 """
+
 import argparse
 import ast
 import importlib
@@ -29,24 +30,32 @@ def complexity(parser: argparse.ArgumentParser) -> Command:
     parser.set_defaults(announcement='measuring')
     parser.add_argument('names', nargs='*', metavar='MODEL', help='model names, or the operators ea, issa and nl')
     parser.add_argument(
-        '--img-size', nargs='+', type=int, metavar='N',
-        help="sides of the image or map (default: the model's own; with --plot also two to four times that)")
+        '--img-size',
+        nargs='+',
+        type=int,
+        metavar='N',
+        help="sides of the image or map (default: the model's own; with --plot also two to four times that)",
+    )
     parser.add_argument('--stages', action='store_true', help='each stage of the models, by itself')
     parser.add_argument('--format', choices=['text', 'csv'], default='text', help='of what is printed (default: text)')
     parser.add_argument('--plot', type=Path, metavar='FILE', help='draw cost against resolution')
     parser.add_argument(
-        '--table', choices=['ea-table2', 'ea-section3.5', 'ea-mask-rcnn', 'stereo'],
-        help='print a table of the efficient attention paper, computed from the operators')
+        '--table',
+        choices=['ea-table2', 'ea-section3.5', 'ea-mask-rcnn', 'stereo'],
+        help='print a table of the efficient attention paper, computed from the operators',
+    )
 
     def run(args: argparse.Namespace) -> None:
         from . import tables
         from .cost import comparison
         from .cost.paper_tables import PAPER_TABLES
+
         if bool(args.names) == bool(args.table):
             raise UsageError('name models or operators to compare, or a paper table with --table')
         if args.table and (args.plot or args.img_size or args.stages):
             raise UsageError(
-                '--table has the sizes of its paper and is not drawn: leave out --img-size, --stages and --plot')
+                '--table has the sizes of its paper and is not drawn: leave out --img-size, --stages and --plot'
+            )
         as_table = tables.as_csv if args.format == 'csv' else tables.as_text
         if args.table:
             print(as_table(*PAPER_TABLES[args.table]()))
@@ -68,16 +77,26 @@ def convert(parser: argparse.ArgumentParser) -> Command:
     """
     _checkpoint_arguments(parser, 'SOURCE', 'checkpoint file')
     parser.add_argument(
-        '-o', '--output', type=Path, required=True, metavar='FOLDER|FILE',
-        help="folder in timm's Hub layout, FILE.safetensors for the tensors alone, or FILE.pth with --to official")
+        '-o',
+        '--output',
+        type=Path,
+        required=True,
+        metavar='FOLDER|FILE',
+        help="folder in timm's Hub layout, FILE.safetensors for the tensors alone, or FILE.pth with --to official",
+    )
     parser.add_argument(
-        '--to', choices=['timm', 'official'], default='timm',
-        help='whose names and shapes the tensors have (default: timm)')
+        '--to',
+        choices=['timm', 'official'],
+        default='timm',
+        help='whose names and shapes the tensors have (default: timm)',
+    )
 
     def run(args: argparse.Namespace) -> None:
         from . import weights
+
         model = weights.load_model(
-            args.source, args.model, args.use_ema, dict(args.model_kwargs), allow_non_finite=args.allow_non_finite)
+            args.source, args.model, args.use_ema, dict(args.model_kwargs), allow_non_finite=args.allow_non_finite
+        )
         weights.write_weights(model, args.output, official=args.to == 'official')
         print(f'wrote {args.output}')
 
@@ -97,6 +116,7 @@ def push(parser: argparse.ArgumentParser) -> Command:
 
     def run(args: argparse.Namespace) -> None:
         from . import weights
+
         finite = {'allow_non_finite': args.allow_non_finite}
         arguments = args.source, args.repo, args.model, args.use_ema, dict(args.model_kwargs)
         with weights.hub_folder(*arguments, **finite) as folder:
@@ -111,14 +131,23 @@ def push(parser: argparse.ArgumentParser) -> Command:
 def _checkpoint_arguments(parser: argparse.ArgumentParser, metavar: str, help: str) -> None:
     parser.add_argument('source', type=Path, metavar=metavar, help=help)
     parser.add_argument(
-        '--model', metavar='NAME', help='model of the checkpoint, with its tag if these are the released weights '
-        '(default: what a checkpoint of train.py says)')
+        '--model',
+        metavar='NAME',
+        help='model of the checkpoint, with its tag if these are the released weights '
+        '(default: what a checkpoint of train.py says)',
+    )
     parser.add_argument('--use-ema', action='store_true', help='take the averaged (EMA) weights')
     parser.add_argument(
-        '--model-kwargs', nargs='*', default=[], type=_key_value, metavar='KEY=VALUE',
-        help='more arguments of the model, such as img_size=384')
+        '--model-kwargs',
+        nargs='*',
+        default=[],
+        type=_key_value,
+        metavar='KEY=VALUE',
+        help='more arguments of the model, such as img_size=384',
+    )
     parser.add_argument(
-        '--allow-non-finite', action='store_true', help='take weights that are infinite or not a number too')
+        '--allow-non-finite', action='store_true', help='take weights that are infinite or not a number too'
+    )
 
 
 def _key_value(text: str) -> tuple[str, object]:
@@ -133,8 +162,10 @@ def _key_value(text: str) -> tuple[str, object]:
 
 def list_models(parser: argparse.ArgumentParser) -> Command:
     """List every model: parameters, image size, tag, and where its weights come from."""
+
     def run(args: argparse.Namespace) -> None:
         from . import tables, weights
+
         print(tables.as_text(*weights.list_table()))
 
     return run
@@ -147,6 +178,7 @@ def info(parser: argparse.ArgumentParser) -> Command:
     def run(args: argparse.Namespace) -> None:
         from . import weights
         from .weights.open import check_model_name
+
         check_model_name(args.model)
         for what, how in weights.describe(args.model):
             print(f'{what:<20}{how}')
@@ -171,21 +203,41 @@ def visualize(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument('--layer', metavar='NAME', help='attention layer (default: the last one with something to see)')
     parser.add_argument('--head', type=int, default=0, metavar='N', help='head of the attention (default: 0)')
     parser.add_argument(
-        '--query', nargs=2, type=float, action='append', metavar=('X', 'Y'),
-        help='query point, as fractions of width and height from the top left; may be repeated (default: 3 × 3 points)')
+        '--query',
+        nargs=2,
+        type=float,
+        action='append',
+        metavar=('X', 'Y'),
+        help='query point, as fractions of width and height from the top left; may be repeated (default: 3 × 3 points)',
+    )
     parser.add_argument('--pyramid', action='store_true', help='draw the feature pyramid instead of attention')
     parser.add_argument(
-        '--img-size', nargs='+', type=int, metavar='N',
-        help="side, or height and width, to resize the picture to (default: the model's own)")
+        '--img-size',
+        nargs='+',
+        type=int,
+        metavar='N',
+        help="side, or height and width, to resize the picture to (default: the model's own)",
+    )
     parser.add_argument('-o', '--output', type=Path, required=True, metavar='FILE', help='figure, such as OUT.png')
     parser.add_argument('--save-arrays', type=Path, metavar='FILE.npz', help='write the numbers too')
 
     def run(args: argparse.Namespace) -> None:
         from .visualize import DEFAULT_POINTS, render
+
         points = [tuple(point) for point in args.query] if args.query else DEFAULT_POINTS
         drawn = render(
-            args.image, args.model, args.output, args.save_arrays, args.layer, points, args.head, args.pyramid,
-            args.img_size, args.pretrained, args.checkpoint)
+            args.image,
+            args.model,
+            args.output,
+            args.save_arrays,
+            args.layer,
+            points,
+            args.head,
+            args.pyramid,
+            args.img_size,
+            args.pretrained,
+            args.checkpoint,
+        )
         print(f'{args.output}: {drawn}')
 
     return run
@@ -203,43 +255,74 @@ def export(parser: argparse.ArgumentParser) -> Command:
     weights.add_argument('--checkpoint', type=Path, metavar='FILE', help='load the weights of this file')
     weights.add_argument('--pretrained', action='store_true', help='load the released weights (default: none)')
     parser.add_argument(
-        '--task', choices=['classification', 'features'], default='classification',
-        help='what comes out: class scores, or the feature maps that backbones give (default: classification)')
+        '--task',
+        choices=['classification', 'features'],
+        default='classification',
+        help='what comes out: class scores, or the feature maps that backbones give (default: classification)',
+    )
     parser.add_argument('--format', choices=['onnx', 'pt2'], default='onnx', help='of the file (default: onnx)')
     parser.add_argument(
-        '--img-size', nargs='+', type=int, metavar='N', help="side, or height and width (default: the model's own)")
+        '--img-size', nargs='+', type=int, metavar='N', help="side, or height and width (default: the model's own)"
+    )
     parser.add_argument(
-        '--dynamic', choices=['batch', 'size', 'both'],
-        help='leave open how many images, or how large (default: one image of one size)')
+        '--dynamic',
+        choices=['batch', 'size', 'both'],
+        help='leave open how many images, or how large (default: one image of one size)',
+    )
     parser.add_argument('--half', action='store_true', help='weights, images and outputs in float16')
     parser.add_argument(
-        '--opset', type=int, choices=range(17, 23), metavar='N',
+        '--opset',
+        type=int,
+        choices=range(17, 23),
+        metavar='N',
         help='of --format onnx, 17 to 22; older runtimes need older ones '
-             '(default: 21, for onnxruntime 1.20; 20 with --int8)')
+        '(default: 21, for onnxruntime 1.20; 20 with --int8)',
+    )
     parser.add_argument(
-        '--int8', type=Path, metavar='FOLDER',
-        help='quantise --format onnx to 8 bits with the images of this folder, and say how far it agrees on others')
+        '--int8',
+        type=Path,
+        metavar='FOLDER',
+        help='quantise --format onnx to 8 bits with the images of this folder, and say how far it agrees on others',
+    )
     parser.add_argument(
-        '--reparameterize', action=argparse.BooleanOptionalAction, default=True,
-        help="fold batch norms, scales and training-time branches into weights, as timm's reparameterize_model does")
+        '--reparameterize',
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="fold batch norms, scales and training-time branches into weights, as timm's reparameterize_model does",
+    )
     parser.add_argument('--force', action='store_true', help='overwrite files that are there')
     parser.add_argument('-o', '--output', type=Path, required=True, metavar='FILE', help='OUT.onnx or OUT.pt2')
 
     def run(args: argparse.Namespace) -> None:
         from .export import check_output, description_of, export
         from .weights import open_model
+
         check_output(args.output, args.format, args.force)
         model, weights = open_model(
-            args.model, args.img_size, args.dynamic in ('size', 'both'), args.pretrained, args.checkpoint)
+            args.model, args.img_size, args.dynamic in ('size', 'both'), args.pretrained, args.checkpoint
+        )
         difference = export(
-            model, args.output, args.task, args.format, args.img_size, args.dynamic, args.half, args.force, weights,
-            args.opset, args.int8, args.reparameterize)
+            model,
+            args.output,
+            args.task,
+            args.format,
+            args.img_size,
+            args.dynamic,
+            args.half,
+            args.force,
+            weights,
+            args.opset,
+            args.int8,
+            args.reparameterize,
+        )
         print(f'{args.output}: differs from the model by {difference:.1e} of the largest output, at most')
         if args.int8:
             int8 = json.loads(description_of(args.output).read_text())['int8']
             top1 = f'the same class for {int8["top1_agreement"]:.1%}, ' if 'top1_agreement' in int8 else ''
-            print(f'in 8 bits, on {int8["images"]} images that have not calibrated it: {top1}outputs differ by '
-                  f'{int8["largest_difference"]:.1e} of the largest, at most')
+            print(
+                f'in 8 bits, on {int8["images"]} images that have not calibrated it: {top1}outputs differ by '
+                f'{int8["largest_difference"]:.1e} of the largest, at most'
+            )
 
     return run
 
@@ -254,16 +337,23 @@ def predict(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument('images', nargs='*', type=Path, metavar='FILE|FOLDER', help='pictures, and folders of them')
     group = parser.add_argument_group('model')
     group.add_argument(
-        '-m', '--model', metavar='NAME',
-        help='any model name of timm, an address such as hf-hub:account/name, or an ONNX file of flatten-zoo export')
+        '-m',
+        '--model',
+        metavar='NAME',
+        help='any model name of timm, an address such as hf-hub:account/name, or an ONNX file of flatten-zoo export',
+    )
     weights = group.add_mutually_exclusive_group()
     weights.add_argument('--pretrained', action='store_true', help='load the released weights')
     weights.add_argument(
-        '--checkpoint', type=Path, metavar='PATH',
+        '--checkpoint',
+        type=Path,
+        metavar='PATH',
         help='load the weights of this file, or of the best checkpoint in this output folder of train.py; --model is '
-             'needed only where the file does not say which it is of')
+        'needed only where the file does not say which it is of',
+    )
     group.add_argument(
-        '--img-size', nargs='+', type=int, metavar='N', help="side, or height and width (default: the model's own)")
+        '--img-size', nargs='+', type=int, metavar='N', help="side, or height and width (default: the model's own)"
+    )
     group = parser.add_argument_group('data set, in place of pictures')
     group.add_argument('--dataset', default='', metavar='NAME', help='PREFIX/NAME, as for train.py')
     group.add_argument('--data-dir', metavar='DIR', help='folder (or tar file) of the data')
@@ -275,20 +365,29 @@ def predict(parser: argparse.ArgumentParser) -> Command:
     group = parser.add_argument_group('running')
     group.add_argument('-b', '--batch-size', type=int, default=64, metavar='N', help='images per batch (default: 64)')
     group.add_argument(
-        '-j', '--workers', type=int, default=min(4, os.cpu_count() or 1), metavar='N',
-        help='processes that read images (default: 4, but no more than there are cores)')
+        '-j',
+        '--workers',
+        type=int,
+        default=min(4, os.cpu_count() or 1),
+        metavar='N',
+        help='processes that read images (default: 4, but no more than there are cores)',
+    )
     group.add_argument('--device', default='cuda', help='where to run (default: cuda, or the CPU if there is none)')
     group = parser.add_argument_group('results')
     group.add_argument('--topk', type=int, default=5, metavar='K', help='classes for each picture (default: 5)')
     group.add_argument('--results-file', type=Path, metavar='FILE', help='write them to .csv, .json, .jsonl, .parquet')
     group.add_argument(
-        '--results-format', choices=['csv', 'json', 'jsonl', 'parquet'],
-        help="as which format (default: that of the file's suffix; without a file, a table)")
+        '--results-format',
+        choices=['csv', 'json', 'jsonl', 'parquet'],
+        help="as which format (default: that of the file's suffix; without a file, a table)",
+    )
     group.add_argument(
-        '--embeddings', type=Path, metavar='FILE', help='instead write pooled features, to FILE.npz or FILE.parquet')
+        '--embeddings', type=Path, metavar='FILE', help='instead write pooled features, to FILE.npz or FILE.parquet'
+    )
 
     def run(args: argparse.Namespace) -> int:
         from .predict.command import run
+
         return run(args)
 
     return run
@@ -305,34 +404,49 @@ def bench(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument('names', nargs='*', metavar='MODEL', help='any model names of timm; the first is the measure')
     parser.add_argument('--family', metavar='NAME', help="all of the zoo's models of a family, such as swin")
     parser.add_argument(
-        '--modes', nargs='+', default=['eager'], metavar='MODE',
+        '--modes',
+        nargs='+',
+        default=['eager'],
+        metavar='MODE',
         choices=['eager', 'compile', 'channels-last', 'bfloat16', 'reparameterized', 'onnx', 'int8'],
         help='eager, compile, channels-last, bfloat16, reparameterized, onnx or int8 (default: eager); '
-             'onnx and int8 run in onnxruntime, on the CPU')
+        'onnx and int8 run in onnxruntime, on the CPU',
+    )
     parser.add_argument('--batch-size', nargs='+', type=int, default=[1], metavar='N', help='images (default: 1)')
     parser.add_argument(
-        '--img-size', nargs='+', type=int, metavar='N', help="sides of the images (default: each model's own)")
+        '--img-size', nargs='+', type=int, metavar='N', help="sides of the images (default: each model's own)"
+    )
     parser.add_argument('--train', action='store_true', help='time a training step: forward, backward and SGD')
     parser.add_argument(
-        '--seconds', type=float, default=5., metavar='S', help='for each figure, but at least five runs (default: 5)')
+        '--seconds', type=float, default=5.0, metavar='S', help='for each figure, but at least five runs (default: 5)'
+    )
     parser.add_argument('--threads', type=int, metavar='N', help="of the CPU (default: torch's choice)")
     parser.add_argument('--device', default='cuda', help='where to run (default: cuda, or the CPU if there is none)')
     parser.add_argument(
-        '--plot', type=Path, metavar='FILE', help='draw time against the ImageNet accuracy reported for the models')
+        '--plot', type=Path, metavar='FILE', help='draw time against the ImageNet accuracy reported for the models'
+    )
     parser.add_argument('--results', type=Path, metavar='FILE', help='write the figures to FILE.csv or FILE.json')
     parser.add_argument(
-        '--loader', nargs=argparse.REMAINDER, metavar='OPTION',
+        '--loader',
+        nargs=argparse.REMAINDER,
+        metavar='OPTION',
         help='in place of all this: whether the loader or the model limits the training that these options of train.py '
-             'start; --seconds may be among them')
+        'start; --seconds may be among them',
+    )
 
     def run(args: argparse.Namespace) -> int:
         if args.loader is None:
             from .bench.command import run
+
             return run(args)
-        if changed := [name for name, value in vars(args).items()
-                       if name != 'loader' and value != parser.get_default(name) and value != []]:
+        if changed := [
+            name
+            for name, value in vars(args).items()
+            if name != 'loader' and value != parser.get_default(name) and value != []
+        ]:
             raise UsageError(f'--loader takes the options of train.py after it, and none before: {", ".join(changed)}')
         from .training.loader_bench import main
+
         return main(args.loader)
 
     return run
@@ -348,6 +462,7 @@ def run(parser: argparse.ArgumentParser) -> Command:
 
     def run(args: argparse.Namespace) -> None:
         from .run_script import run_script
+
         run_script(args.script, args.arguments)
 
     return run

@@ -1,4 +1,5 @@
 """Errors that a person can act on, and how commands report them."""
+
 import difflib
 import os
 import sys
@@ -33,7 +34,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:
         known: Every name that exists.
     """
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    return UsageError(f"unknown {kind} '{name}'" + (f"; did you mean {', '.join(near)}?" if near else ''))
+    return UsageError(f"unknown {kind} '{name}'" + (f'; did you mean {", ".join(near)}?' if near else ''))
 
 
 def first_line(error: BaseException) -> str:

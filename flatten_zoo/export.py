@@ -3,6 +3,7 @@
 What is written is read again and compared with the model, at sizes that the export has not seen too where sizes are
 left open. Beside it stands a JSON file with what its user must know.
 """
+
 import inspect
 import io
 import json
@@ -37,24 +38,24 @@ OPSET = 21  # what onnxruntime 1.20 of 2024 reads
 INT8_OPSET = 20  # from 21 on, QuantizeLinear names its type, which onnxruntime 1.32 then contradicts as it optimises
 AXES = {0: ('batch', 1), 2: ('height', 32), 3: ('width', 32)}  # of images: name, and the least that a program takes
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2}  # of the largest difference, relative to the largest output
-ONE_FILE = 2 ** 31 - 2 ** 24  # bytes of weights that fit into an ONNX file, which ends at 2 GiB, with their graph
+ONE_FILE = 2**31 - 2**24  # bytes of weights that fit into an ONNX file, which ends at 2 GiB, with their graph
 
 Run = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
 def export(
-        model: nn.Module,
-        output: Path,
-        task: str = 'classification',
-        format: str = 'onnx',
-        img_size: Sequence[int] | None = None,
-        dynamic: str | None = None,
-        half: bool = False,
-        force: bool = False,
-        weights: str = '',
-        opset: int | None = None,
-        int8: Path | None = None,
-        reparameterize: bool = True,
+    model: nn.Module,
+    output: Path,
+    task: str = 'classification',
+    format: str = 'onnx',
+    img_size: Sequence[int] | None = None,
+    dynamic: str | None = None,
+    half: bool = False,
+    force: bool = False,
+    weights: str = '',
+    opset: int | None = None,
+    int8: Path | None = None,
+    reparameterize: bool = True,
 ) -> float:
     """Write a model and its description, after the file has been compared with the model.
 
@@ -197,7 +198,8 @@ def trace(network: nn.Module, image: torch.Tensor, dynamic: str | None) -> torch
             raise UsageError("--dynamic needs torch 2.14 or later; pip install 'flatten_zoo[export]'") from e
         sides = [
             ShapeVar(AXES[axis][0], min=AXES[axis][1]) if axis in DYNAMIC[dynamic] else side
-            for axis, side in enumerate(image.shape)]
+            for axis, side in enumerate(image.shape)
+        ]
         parameter = next(iter(inspect.signature(network.forward).parameters))
         shapes = ShapesSpec(params=ParamsSpec({parameter: TensorSpec(sides)}))
     try:
@@ -208,7 +210,8 @@ def trace(network: nn.Module, image: torch.Tensor, dynamic: str | None) -> torch
         if dynamic in ('size', 'both'):
             raise UsageError(
                 f"--dynamic {dynamic}: the graph of '{name}' depends on the image size; export it for one size, "
-                f'with --img-size and at most --dynamic batch') from e
+                f'with --img-size and at most --dynamic batch'
+            ) from e
         raise UsageError(f"cannot export '{name}' at {image.shape[2]} × {image.shape[3]}: {first_line(e)}") from e
 
 
@@ -230,16 +233,13 @@ def _quiet():
 
 
 def save_onnx(
-        program: torch.export.ExportedProgram,
-        path: Path,
-        names: list[str],
-        dynamic: str | None,
-        opset: int,
+    program: torch.export.ExportedProgram, path: Path, names: list[str], dynamic: str | None, opset: int
 ) -> None:
     """Write a program as ONNX: one file, and one more for weights of 2 GB and more."""
     from onnx.helper import find_min_ir_version_for, make_operatorsetid
     from onnx_ir.passes.common import LiftConstantsToInitializersPass
     from onnxscript.optimizer import fold_constants, remove_unused_nodes
+
     axes = {axis: AXES[axis][0] for axis in DYNAMIC[dynamic]} if dynamic else {}
     with _quiet():
         if opset < 20:  # before Gelu was an operator
@@ -247,8 +247,14 @@ def save_onnx(
         try:
             # the exporter's own optimizer takes time quadratic in the slices of a network; runtimes have theirs
             converted = torch.onnx.export(
-                program, input_names=['image'], output_names=names, dynamic_shapes=(axes,), verbose=False,
-                optimize=False, opset_version=max(opset, 18))
+                program,
+                input_names=['image'],
+                output_names=names,
+                dynamic_shapes=(axes,),
+                verbose=False,
+                optimize=False,
+                opset_version=max(opset, 18),
+            )
         except torch.onnx.OnnxExporterError as e:  # operations that ONNX does not have
             raise UsageError(f'--format onnx: {first_line(e)}; --format pt2 is the other way') from e
         fold_constants(converted.model)
@@ -269,6 +275,7 @@ def to_opset_17(model) -> None:
         UsageError: An operator has no counterpart.
     """
     from onnx_ir import AttrInt64s
+
     for node in model.graph.all_nodes():
         if node.op_type == 'Split':
             node.attributes.pop('num_outputs', None)  # equal parts, as many as there are outputs
@@ -284,6 +291,7 @@ def to_opset_17(model) -> None:
 def opset_of(path: Path) -> int:
     """The version of ONNX's own operators that a file says it uses."""
     import onnx
+
     model = onnx.load(path, load_external_data=False)
     return next(opset.version for opset in model.opset_import if not opset.domain)
 
@@ -296,6 +304,7 @@ def external_data(path: Path) -> Path:
 def load_onnx(path: Path) -> Run:
     """An ONNX file in onnxruntime, on the CPU; a `UsageError` if it does not take it."""
     import onnxruntime
+
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = torch.get_num_threads()
@@ -334,7 +343,7 @@ def compare(run: Run, network: nn.Module, shapes: Sequence[tuple[int, ...]], dty
         UsageError: It is above `TOLERANCE`, or the file does not run.
     """
     generator = torch.Generator().manual_seed(0)
-    worst = 0.
+    worst = 0.0
     for shape in shapes:
         image = torch.randn(shape, generator=generator).to(dtype)
         expected = _as_list(network(image))
@@ -348,19 +357,20 @@ def compare(run: Run, network: nn.Module, shapes: Sequence[tuple[int, ...]], dty
             if not difference <= TOLERANCE[dtype]:  # also if it is not a number
                 raise UsageError(
                     f'the file differs from the model by {difference:.1e} of the largest output, on images of shape '
-                    f'{shape}; at most {TOLERANCE[dtype]:.0e} is right, so nothing is written')
+                    f'{shape}; at most {TOLERANCE[dtype]:.0e} is right, so nothing is written'
+                )
             worst = max(worst, difference)
     return worst
 
 
 def describe(
-        network: nn.Module,
-        config: dict,
-        shape: tuple[int, ...],
-        dynamic: str | None,
-        dtype: torch.dtype,
-        names: list[str],
-        opset: int | None,
+    network: nn.Module,
+    config: dict,
+    shape: tuple[int, ...],
+    dynamic: str | None,
+    dtype: torch.dtype,
+    names: list[str],
+    opset: int | None,
 ) -> dict:
     """What the user of a file must know, as plain values."""
     model = _timm_model(network)
@@ -369,7 +379,8 @@ def describe(
     outputs = [{'name': name} for name in names]
     if network is not model:
         for output, channels, stride in zip(
-                outputs, network.feature_info.channels(), network.feature_info.reduction(), strict=True):
+            outputs, network.feature_info.channels(), network.feature_info.reduction(), strict=True
+        ):
             output |= {'channels': channels, 'stride': stride}
     else:
         outputs[0]['classes' if model.num_classes else 'channels'] = model.num_classes or model.num_features

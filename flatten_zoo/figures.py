@@ -1,4 +1,5 @@
 """Files that commands write beside what they print: pictures and arrays, whole or not at all."""
+
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,5 @@
 """Writing files and folders whole or not at all."""
+
 import os
 import shutil
 import tempfile

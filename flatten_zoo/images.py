@@ -1,4 +1,5 @@
 """Pictures in files as the networks take them: upright, opaque, eight bits a channel."""
+
 import contextlib
 import struct
 import zlib
@@ -22,8 +23,11 @@ _BITS_PER_SAMPLE, _PHOTOMETRIC, _WHITE_IS_ZERO = 258, 262, 0  # of TIFF
 
 def image_suffixes() -> set[str]:
     """Suffixes of the files that Pillow decodes, in lower case."""
-    return {suffix for suffix, name in Image.registered_extensions().items()
-            if name in Image.OPEN and name not in _NOT_DECODED}
+    return {
+        suffix
+        for suffix, name in Image.registered_extensions().items()
+        if name in Image.OPEN and name not in _NOT_DECODED
+    }
 
 
 def open_image(path: str | Path, mode: str = 'RGB') -> Image.Image:
@@ -71,7 +75,8 @@ def _scaled(image: Image.Image) -> Image.Image:
     low, high = values.min(), values.max()
     if not 0 <= low <= high <= white:
         raise ValueError(
-            f'its values are from {low:g} to {high:g}, where black is 0 and white {white}; save it with 8 bits')
+            f'its values are from {low:g} to {high:g}, where black is 0 and white {white}; save it with 8 bits'
+        )
     values = np.rint(values * (255 / white)).astype(np.uint8)
     return Image.fromarray(255 - values if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO else values)
 

@@ -1,4 +1,5 @@
 """ONNX files in 8-bit integers, calibrated with images."""
+
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,11 +33,13 @@ def read_images(folder: Path, config: dict, size: Sequence[int]) -> list[torch.T
     mode = 'L' if size[0] == 1 else 'RGB'
     transform = create_transform(**{**config, 'input_size': tuple(size)})
     paths = sorted(
-        path for path in folder.rglob('*') if path.suffix.lower() in image_suffixes() and path.name[0] != '.')
+        path for path in folder.rglob('*') if path.suffix.lower() in image_suffixes() and path.name[0] != '.'
+    )
     if len(paths) < 2:
         raise UsageError(
             f"--int8 '{folder}' must hold at least two images, some to calibrate and others to compare; it has "
-            f'{len(paths)}')
+            f'{len(paths)}'
+        )
     chosen = min(len(paths), MOST_IMAGES)
     images = []
     for i in range(chosen):
@@ -77,12 +80,19 @@ def quantize(source: Path, output: Path, images: Sequence[torch.Tensor]) -> None
     graph = onnx.load(source, load_external_data=False).graph
     weights = {tensor.name for tensor in graph.initializer}
     excluded = [  # the option for it, MatMulConstBOnly, does nothing in this format
-        node.name for node in graph.node if node.op_type in WEIGHTED and node.input[1] not in weights]
+        node.name for node in graph.node if node.op_type in WEIGHTED and node.input[1] not in weights
+    ]
     logging.disable(logging.WARNING)  # that weights of one dimension have no channels, for example
     try:
         quantize_static(
-            source, output, Reader(), op_types_to_quantize=WEIGHTED, nodes_to_exclude=excluded, per_channel=True,
-            extra_options={'ActivationSymmetric': True, 'OpTypesToExcludeOutputQuantization': WEIGHTED})
+            source,
+            output,
+            Reader(),
+            op_types_to_quantize=WEIGHTED,
+            nodes_to_exclude=excluded,
+            per_channel=True,
+            extra_options={'ActivationSymmetric': True, 'OpTypesToExcludeOutputQuantization': WEIGHTED},
+        )
     except Exception as e:  # weights of more than 2 GB, for example
         raise UsageError(f'--int8: {first_line(e)}') from e
     finally:
@@ -91,9 +101,9 @@ def quantize(source: Path, output: Path, images: Sequence[torch.Tensor]) -> None
 
 @torch.no_grad()
 def agreement(
-        run: Callable[[torch.Tensor], list[torch.Tensor]],
-        network: Callable[[torch.Tensor], list[torch.Tensor]],
-        images: Sequence[torch.Tensor],
+    run: Callable[[torch.Tensor], list[torch.Tensor]],
+    network: Callable[[torch.Tensor], list[torch.Tensor]],
+    images: Sequence[torch.Tensor],
 ) -> dict:
     """How far a quantised network agrees with the one that it was made from.
 

@@ -1,4 +1,5 @@
 """Other people's scripts, with the zoo's models registered."""
+
 import runpy
 import sys
 from collections.abc import Sequence

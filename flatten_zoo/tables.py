@@ -1,4 +1,5 @@
 """Tables that commands print."""
+
 import csv
 import io
 from collections.abc import Iterable
@@ -12,9 +13,12 @@ def as_text(header: list[str], rows: Iterable[list[str]]) -> str:
     """Aligned columns, figures to the right and words to the left."""
     lines = [header, *rows]
     columns = [
-        [cell.rjust(max(map(len, column))) if _is_figures(column[1:]) else cell.ljust(max(map(len, column)))
-         for cell in column]
-        for column in zip(*lines, strict=True)]
+        [
+            cell.rjust(max(map(len, column))) if _is_figures(column[1:]) else cell.ljust(max(map(len, column)))
+            for cell in column
+        ]
+        for column in zip(*lines, strict=True)
+    ]
     return '\n'.join('  '.join(line).rstrip() for line in zip(*columns, strict=True))
 
 

@@ -1,4 +1,5 @@
 """Fixtures of several test modules; what they share besides is in the modules here that are no tests."""
+
 import pytest
 from matplotlib.figure import Figure
 

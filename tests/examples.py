@@ -1,4 +1,5 @@
 """Access to the scripts in `examples/`, which are no package."""
+
 import importlib.util
 import sys
 from pathlib import Path

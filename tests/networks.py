@@ -1,4 +1,5 @@
 """Small networks of every family."""
+
 import timm
 import torch
 

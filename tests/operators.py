@@ -1,4 +1,5 @@
 """What the tests of the attention operators share."""
+
 import copy
 
 import torch
@@ -42,6 +43,7 @@ def in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 class LargestTensor(TorchDispatchMode):
     """Records the element count of the largest tensor that any operation makes."""
+
     numel = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -62,6 +64,8 @@ class Maps(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         self.operations += [
-            func.overloadpacket.__name__ for t in tree_leaves(out)
-            if isinstance(t, torch.Tensor) and t.dtype == self.dtype and t.numel() >= self.numel]
+            func.overloadpacket.__name__
+            for t in tree_leaves(out)
+            if isinstance(t, torch.Tensor) and t.dtype == self.dtype and t.numel() >= self.numel
+        ]
         return out

@@ -1,4 +1,5 @@
 """Several processes in place of torchrun's: joined by Gloo like those, but forked from one with all imports done."""
+
 import multiprocessing
 import os
 import sys
@@ -19,6 +20,7 @@ RUNS = 8  # that they can make one after the other
 @dataclass
 class Outcome:
     """What became of a process: exit status, result of the function, and what it said on standard error."""
+
     status: int
     result: Any
     said: str
@@ -42,8 +44,13 @@ def in_processes(folder: Path, function: Callable, *args, count: int = 2) -> lis
     processes, results = [], []
     for rank in range(count):
         environment = {
-            'RANK': rank, 'LOCAL_RANK': rank, 'WORLD_SIZE': count, 'MASTER_ADDR': '127.0.0.1',
-            'MASTER_PORTS': ' '.join(str(store.port) for store in stores), 'TORCHELASTIC_USE_AGENT_STORE': True}
+            'RANK': rank,
+            'LOCAL_RANK': rank,
+            'WORLD_SIZE': count,
+            'MASTER_ADDR': '127.0.0.1',
+            'MASTER_PORTS': ' '.join(str(store.port) for store in stores),
+            'TORCHELASTIC_USE_AGENT_STORE': True,
+        }
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_run, args=(folder / f'said-{rank}', environment, sender, function, args))
         process.start()

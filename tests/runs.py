@@ -1,4 +1,5 @@
 """Runs of training: what they draw, and comparing what they left."""
+
 from pathlib import Path
 
 import torch

@@ -1,4 +1,5 @@
 """Servers on 127.0.0.1 for the real clients: one of plain files, and one that speaks the Hub's protocol."""
+
 import base64
 import hashlib
 import json
@@ -128,9 +129,18 @@ class HubHandler(Handler):
 
     def do_preupload(self, path, body):
         files = json.loads(body)['files']
-        self.json({'files': [
-            {'path': file['path'], 'shouldIgnore': False,
-             'uploadMode': 'lfs' if file['path'].endswith('.safetensors') else 'regular'} for file in files]})
+        self.json(
+            {
+                'files': [
+                    {
+                        'path': file['path'],
+                        'shouldIgnore': False,
+                        'uploadMode': 'lfs' if file['path'].endswith('.safetensors') else 'regular',
+                    }
+                    for file in files
+                ]
+            }
+        )
 
     def do_batch(self, path, body):
         objects = []

@@ -1,4 +1,5 @@
 """Efficient attention on cost volumes and on the maps of videos, and the example that shows it."""
+
 import pytest
 import torch
 
@@ -97,7 +98,7 @@ def test_cost_volume(example):
     assert volume.shape == (2, 8, 4, 9, 13)
     for d in range(4):
         torch.testing.assert_close(volume[:, :4, d], model.features(left))
-        torch.testing.assert_close(volume[:, 4:, d, :, d:], model.features(right)[..., :13 - d])
+        torch.testing.assert_close(volume[:, 4:, d, :, d:], model.features(right)[..., : 13 - d])
         assert not volume[:, 4:, d, :, :d].any()
     disparity = model(left, right)
     assert disparity.shape == (2, 9, 13) and disparity.min() >= 0 and disparity.max() <= 3

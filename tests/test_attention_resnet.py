@@ -114,12 +114,16 @@ def test_plain_weights_as_features(kind, plain, plain_file):
     assert all(torch.equal(a, b) for a, b in zip(features, expected, strict=True))
 
 
-@pytest.mark.parametrize('change', [
-    lambda s: s.pop('layer3.0.conv1.weight'),
-    lambda s: [s.pop(n) for n in list(s) if n.startswith('layer4.')],
-    lambda s: s.update({'layer5.weight': torch.zeros(1)}),
-    lambda s: s.update({'layer3.attn.keys.bias': torch.zeros(64)}),
-], ids=['one missing', 'stage missing', 'unexpected', 'part of the attention'])
+@pytest.mark.parametrize(
+    'change',
+    [
+        lambda s: s.pop('layer3.0.conv1.weight'),
+        lambda s: [s.pop(n) for n in list(s) if n.startswith('layer4.')],
+        lambda s: s.update({'layer5.weight': torch.zeros(1)}),
+        lambda s: s.update({'layer3.attn.keys.bias': torch.zeros(64)}),
+    ],
+    ids=['one missing', 'stage missing', 'unexpected', 'part of the attention'],
+)
 @pytest.mark.parametrize('kwargs', [{}, {'num_classes': 5}, {'features_only': True}], ids=str)
 def test_other_missing_or_unexpected_tensors_are_refused(plain, tmp_path, change, kwargs):
     state_dict = plain.state_dict()
@@ -167,8 +171,19 @@ def test_features_include_the_attention():
 @pytest.mark.parametrize('output_stride', [8, 16, 32])
 def test_resnet_arguments_keep_working(kind, output_stride):
     model = seeded(
-        f'{kind}_resnet50', output_stride=output_stride, stem_type='deep', stem_width=32, avg_down=True, in_chans=4,
-        num_classes=3, drop_path_rate=0.1, drop_rate=0.1, global_pool='avgmax', zero_init_last=False, act_layer='silu')
+        f'{kind}_resnet50',
+        output_stride=output_stride,
+        stem_type='deep',
+        stem_width=32,
+        avg_down=True,
+        in_chans=4,
+        num_classes=3,
+        drop_path_rate=0.1,
+        drop_rate=0.1,
+        global_pool='avgmax',
+        zero_init_last=False,
+        act_layer='silu',
+    )
     x = image(65, chans=4)
     assert model.forward_features(x).shape[2] == -(-65 // output_stride)
     y = model.train()(x)
@@ -177,8 +192,11 @@ def test_resnet_arguments_keep_working(kind, output_stride):
 
 def test_attention_arguments():
     model = timm.create_model(
-        'ea_resnet50', attn_stages=['layer1'], device='meta',
-        attn_kwargs={'key_dim': 32, 'num_heads': 4, 'normalization': 'scaling'})
+        'ea_resnet50',
+        attn_stages=['layer1'],
+        device='meta',
+        attn_kwargs={'key_dim': 32, 'num_heads': 4, 'normalization': 'scaling'},
+    )
     assert isinstance(model, AttentionResNet)
     assert model.layer1.attn.keys.out_channels == 32 and model.layer1.attn.values.out_channels == 64
     assert model.layer1.attn.num_heads == 4 and model.layer1.attn.normalization == 'scaling'
@@ -187,12 +205,15 @@ def test_attention_arguments():
     assert model.layer4.attn.short_range_sa.group_size == (4, 2)
 
 
-@pytest.mark.parametrize('kwargs, error, message', [
-    ({'attn_stages': ('layer5',)}, ValueError, r"attn_stages must be of .*, got \('layer5',\)"),
-    ({'attn_kwargs': {'num_heads': 5}}, ValueError, 'key_dim 64 must be divisible by num_heads 5'),
-    ({'attn_kwargs': {'heads': 2}}, TypeError, "'heads'"),
-    ({'no_such_argument': 1}, TypeError, "'no_such_argument'"),
-])
+@pytest.mark.parametrize(
+    'kwargs, error, message',
+    [
+        ({'attn_stages': ('layer5',)}, ValueError, r"attn_stages must be of .*, got \('layer5',\)"),
+        ({'attn_kwargs': {'num_heads': 5}}, ValueError, 'key_dim 64 must be divisible by num_heads 5'),
+        ({'attn_kwargs': {'heads': 2}}, TypeError, "'heads'"),
+        ({'no_such_argument': 1}, TypeError, "'no_such_argument'"),
+    ],
+)
 def test_bad_arguments(kwargs, error, message):
     with pytest.raises(error, match=message):
         timm.create_model('ea_resnet50', device='meta', **kwargs)
@@ -201,8 +222,11 @@ def test_bad_arguments(kwargs, error, message):
 def test_layer_decay_groups_the_attention_with_the_block_before_it():
     model = timm.create_model('ea_resnet50', device='meta')
     names = {p: name for name, p in model.named_parameters()}
-    scale = {names[p]: group['lr_scale'] for group in param_groups_layer_decay(model, layer_decay=0.5)
-             for p in group['params']}
+    scale = {
+        names[p]: group['lr_scale']
+        for group in param_groups_layer_decay(model, layer_decay=0.5)
+        for p in group['params']
+    }
     assert scale['layer3.attn.keys.weight'] == scale['layer3.5.conv1.weight'] == scale['layer4.0.conv1.weight'] / 2
     assert scale['fc.weight'] == 2 * scale['layer4.attn.values.weight'] == 1
 

@@ -1,4 +1,5 @@
 """Every model as a backbone at the sizes of detection and segmentation: maps, their cost, and frozen parts."""
+
 import csv
 import math
 
@@ -15,10 +16,19 @@ from flatten_zoo.weights import zoo_models
 from .networks import FIXED_SIZE, RESNETS, SHALLOW, SMALL, create_small, dynamic, seeded
 
 DENSE_SIZES = [(512, 512), (1024, 2048), (257, 333)]
-ONE_OF_EACH = ('flatten_pvt_t', 'flatten_pvt_v2_b0', 'flatten_swin_t', 'flatten_cswin_t', 'flatten_deit_t',
-               'ea_resnet50', 'issa_resnet50', 'nl_resnet50')
+ONE_OF_EACH = (
+    'flatten_pvt_t',
+    'flatten_pvt_v2_b0',
+    'flatten_swin_t',
+    'flatten_cswin_t',
+    'flatten_deit_t',
+    'ea_resnet50',
+    'issa_resnet50',
+    'nl_resnet50',
+)
 every_model = pytest.mark.parametrize(
-    'name', [name if name in ONE_OF_EACH else pytest.param(name, marks=pytest.mark.slow) for name in zoo_models()])
+    'name', [name if name in ONE_OF_EACH else pytest.param(name, marks=pytest.mark.slow) for name in zoo_models()]
+)
 
 
 def any_size(name):
@@ -38,7 +48,8 @@ def check_maps(backbone, x):
     maps = backbone(x)
     assert [tuple(y.shape) for y in maps] == [
         (x.shape[0], channels, *(math.ceil(side / stride) for side in x.shape[2:]))
-        for channels, stride in zip(info.channels(), info.reduction(), strict=True)]
+        for channels, stride in zip(info.channels(), info.reduction(), strict=True)
+    ]
     return maps
 
 
@@ -96,17 +107,24 @@ def linear_stages(name):
     return [f'stages.{i}' for i in range(4)] if 'pvt' in name else [f'layer{i}' for i in range(1, 5)]
 
 
-@pytest.mark.parametrize('name', [
-    name if name in ONE_OF_EACH else pytest.param(name, marks=pytest.mark.slow)
-    for name in zoo_models() if not name.startswith(('nl_', 'issa_'))])
+@pytest.mark.parametrize(
+    'name',
+    [
+        name if name in ONE_OF_EACH else pytest.param(name, marks=pytest.mark.slow)
+        for name in zoo_models()
+        if not name.startswith(('nl_', 'issa_'))
+    ],
+)
 def test_linear_stages_grow_linearly(name):
     """Computation, activations and memory are a + b · pixels; computation has no constant part."""
     model = timm.create_model(name, device='meta', **any_size(name), **SHALLOW.get(name, {})).eval()
     shapes = {stage: [] for stage in linear_stages(name)}
     hooks = [
         model.get_submodule(stage).register_forward_pre_hook(
-            lambda _, args, stage=stage: shapes[stage].append(args[0].shape))
-        for stage in shapes]
+            lambda _, args, stage=stage: shapes[stage].append(args[0].shape)
+        )
+        for stage in shapes
+    ]
     for size in ((256, 256), (512, 512), (1024, 2048)):
         model(torch.empty(1, 3, *size, device='meta'))
     for hook in hooks:

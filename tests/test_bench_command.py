@@ -1,4 +1,5 @@
 """Models timed side by side."""
+
 import csv
 import functools
 import itertools
@@ -28,16 +29,16 @@ def threads():
 def rows_of(path) -> tuple[list[str], list[dict]]:
     lines = path.read_text().splitlines()
     comments = [line for line in lines if line[0] == '#']
-    return comments, list(csv.DictReader(lines[len(comments):]))
+    return comments, list(csv.DictReader(lines[len(comments) :]))
 
 
 def test_table_csv_and_json_agree(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr('os.getloadavg', lambda: (7.46, 1., 1.), raising=False)
+    monkeypatch.setattr('os.getloadavg', lambda: (7.46, 1.0, 1.0), raising=False)
     for path in (tmp_path / 'a.csv', tmp_path / 'a.json'):
         assert main([*TINY, '--batch-size', '1', '3', '--threads', '1', '--results', str(path)]) == 0
         printed = capsys.readouterr().out.splitlines()
         about = [line for line in printed if line[0] == '#']
-        table = [line.split() for line in printed[len(about) + 1:]]
+        table = [line.split() for line in printed[len(about) + 1 :]]
         if path.suffix == '.csv':
             comments, rows = rows_of(path)
             assert comments == about
@@ -49,7 +50,11 @@ def test_table_csv_and_json_agree(tmp_path, capsys, monkeypatch):
         assert any(line.startswith('# cpu: ') and len(line) > 7 for line in about)
         assert '# load before: 7.5' in about
         assert [(row['model'], int(row['batch_size'])) for row in rows] == [
-            ('test_vit', 1), ('test_resnet', 1), ('test_vit', 3), ('test_resnet', 3)]
+            ('test_vit', 1),
+            ('test_resnet', 1),
+            ('test_vit', 3),
+            ('test_resnet', 3),
+        ]
         for row, cells, first in zip(rows, table, [rows[0], rows[0], rows[2], rows[2]], strict=True):
             ms, low, high = (float(row[f'milliseconds{q}']) for q in ('', '_q1', '_q3'))
             assert 0 < low <= ms <= high and int(row['runs']) >= 5
@@ -101,7 +106,10 @@ def test_a_model_that_fails_leaves_the_others(tmp_path, capsys):
     assert 'test_vit, eager, batch 1, size 40: does not take' in failed[0] and 'patch size' in failed[0]
     comments, rows = rows_of(path)
     assert [(row['model'], row['img_size'], bool(row['speed_ratio'])) for row in rows] == [
-        ('test_resnet', '40', False), ('test_vit', '48', True), ('test_resnet', '48', True)]
+        ('test_resnet', '40', False),
+        ('test_vit', '48', True),
+        ('test_resnet', '48', True),
+    ]
     assert comments[-1] == f'# {failed[0]}'
 
 
@@ -194,18 +202,23 @@ def test_ctrl_c_before_anything_could_be_drawn(tmp_path, capsys, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize('family, models', [
-    ('swin', ['flatten_swin_b', 'flatten_swin_b_384', 'flatten_swin_s', 'flatten_swin_t']),
-    ('pvt', ['flatten_pvt_b', 'flatten_pvt_m', 'flatten_pvt_s', 'flatten_pvt_t']),
-])
+@pytest.mark.parametrize(
+    'family, models',
+    [
+        ('swin', ['flatten_swin_b', 'flatten_swin_b_384', 'flatten_swin_s', 'flatten_swin_t']),
+        ('pvt', ['flatten_pvt_b', 'flatten_pvt_m', 'flatten_pvt_s', 'flatten_pvt_t']),
+    ],
+)
 def test_family(family, models):
     assert measuring.family_models(family) == models
 
 
 def test_plot(tmp_path, capsys, monkeypatch):
     timings = [
-        measuring.Timing(name, mode, 1, 384 if name.endswith('384') else 224, (0.1, 0.1), None, 1.)
-        for mode in ('eager', 'compile') for name in [*picture.RELEASES, 'resnet18']]  # the worst case: all in a line
+        measuring.Timing(name, mode, 1, 384 if name.endswith('384') else 224, (0.1, 0.1), None, 1.0)
+        for mode in ('eager', 'compile')
+        for name in [*picture.RELEASES, 'resnet18']
+    ]  # the worst case: all in a line
     figures = []
     monkeypatch.setattr(picture, 'save_figure', lambda figure, path: figures.append(figure))
     picture.plot(timings, tmp_path / 'a.png', train=False)
@@ -226,25 +239,31 @@ def test_plot_of_a_run(tmp_path, capsys):
     assert '--plot: no accuracy is reported for test_vit' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('arguments, message', [
-    ([], 'name models, or a family of the zoo with --family'),
-    (['restnet18'], "unknown model 'restnet18'; did you mean"),
-    (['--family', 'swan'], "unknown family 'swan'; did you mean swin"),
-    (['--family', 'x'], '--family is one of attention_resnet, cswin, deit, pvt, pvt_v2, swin'),
-    (['test_vit', '--batch-size', '0'], '--batch-size 0: must be positive'),
-    (['test_vit', '--img-size', '-1'], '--img-size -1: must be positive'),
-    (['test_vit', '--threads', '0'], '--threads 0: must be positive'),
-    (['test_vit', '--seconds', 'nan'], '--seconds nan: must be positive'),
-    (['test_vit', '--device', 'gpu'], "--device 'gpu': no such kind of device"),
-    (['test_vit', '--train', '--modes', 'eager', 'onnx', 'reparameterized'], '--modes onnx reparameterized: cannot'),
-    (['test_vit', '--results', 'a.xls'], "cannot write results to 'a.xls': its name must end in one of csv, json"),
-    (['test_vit', '--results', '/none/a.csv'], "there is no folder '/none'"),
-    (['test_vit', '--plot', 'a.xyz'], "cannot write a picture to 'a.xyz'"),
-    (['test_vit', '--plot', 'a.png'], '--plot: no accuracy is reported for any of these models'),
-    (['flatten_swin_t', '--plot', 'a.png', '--img-size', '384'], '--plot: no accuracy is reported for any'),
-    (['test_vit', '--loader', '--model', 'x'], '--loader takes the options of train.py after it, and none before'),
-    (['--seconds', '2', '--loader', '--model', 'x'], 'none before: seconds'),
-])
+@pytest.mark.parametrize(
+    'arguments, message',
+    [
+        ([], 'name models, or a family of the zoo with --family'),
+        (['restnet18'], "unknown model 'restnet18'; did you mean"),
+        (['--family', 'swan'], "unknown family 'swan'; did you mean swin"),
+        (['--family', 'x'], '--family is one of attention_resnet, cswin, deit, pvt, pvt_v2, swin'),
+        (['test_vit', '--batch-size', '0'], '--batch-size 0: must be positive'),
+        (['test_vit', '--img-size', '-1'], '--img-size -1: must be positive'),
+        (['test_vit', '--threads', '0'], '--threads 0: must be positive'),
+        (['test_vit', '--seconds', 'nan'], '--seconds nan: must be positive'),
+        (['test_vit', '--device', 'gpu'], "--device 'gpu': no such kind of device"),
+        (
+            ['test_vit', '--train', '--modes', 'eager', 'onnx', 'reparameterized'],
+            '--modes onnx reparameterized: cannot',
+        ),
+        (['test_vit', '--results', 'a.xls'], "cannot write results to 'a.xls': its name must end in one of csv, json"),
+        (['test_vit', '--results', '/none/a.csv'], "there is no folder '/none'"),
+        (['test_vit', '--plot', 'a.xyz'], "cannot write a picture to 'a.xyz'"),
+        (['test_vit', '--plot', 'a.png'], '--plot: no accuracy is reported for any of these models'),
+        (['flatten_swin_t', '--plot', 'a.png', '--img-size', '384'], '--plot: no accuracy is reported for any'),
+        (['test_vit', '--loader', '--model', 'x'], '--loader takes the options of train.py after it, and none before'),
+        (['--seconds', '2', '--loader', '--model', 'x'], 'none before: seconds'),
+    ],
+)
 def test_mistakes_are_one_line_and_status_2(arguments, message, capsys):
     assert main(['bench', *arguments]) == 2
     captured = capsys.readouterr()

@@ -1,4 +1,5 @@
 """What the benchmarks compare computes the same."""
+
 import pytest
 import timm
 import torch

@@ -1,4 +1,5 @@
 """Reading checkpoints: every layout that there is, damaged files, and files that try to run code."""
+
 import argparse
 import codecs
 import collections
@@ -22,7 +23,7 @@ from flatten_zoo.errors import UsageError
 from flatten_zoo.weights import load_model, read_checkpoint, restricted_pickle, select_state_dict
 from flatten_zoo.weights.official_names import family_of
 
-STATE_DICT = {'weight': torch.arange(6.).reshape(2, 3), 'half': torch.ones(2, dtype=torch.bfloat16)}
+STATE_DICT = {'weight': torch.arange(6.0).reshape(2, 3), 'half': torch.ones(2, dtype=torch.bfloat16)}
 formats = pytest.mark.parametrize('zip_format', [True, False], ids=['zip', 'legacy'])
 
 
@@ -74,11 +75,23 @@ def test_official_trainer_checkpoint(zip_format, yacs, tmp_path, monkeypatch):
     parameter.sum().backward()
     optimizer.step()
     config = yacs.CfgNode({'MODEL': yacs.CfgNode({'TYPE': 'swin', 'SIZES': [1, 2]}), 'RATE': 0.1})
-    write(tmp_path / 'c.pth', {
-        'model': collections.OrderedDict(STATE_DICT), 'optimizer': optimizer.state_dict(), 'config': config,
-        'lr_scheduler': {'base': [0.1]}, 'max_accuracy': np.float64(82.1), 'epoch': 299, 'loader': slots,
-        'names': yacs.Names(['a', 'b']), 'seen': {1, 2}, 'parameter': parameter,
-    }, zip_format, monkeypatch)
+    write(
+        tmp_path / 'c.pth',
+        {
+            'model': collections.OrderedDict(STATE_DICT),
+            'optimizer': optimizer.state_dict(),
+            'config': config,
+            'lr_scheduler': {'base': [0.1]},
+            'max_accuracy': np.float64(82.1),
+            'epoch': 299,
+            'loader': slots,
+            'names': yacs.Names(['a', 'b']),
+            'seen': {1, 2},
+            'parameter': parameter,
+        },
+        zip_format,
+        monkeypatch,
+    )
     checkpoint = read_checkpoint(tmp_path / 'c.pth')
     assert_state_dict(checkpoint)
     assert checkpoint['epoch'] == 299 and checkpoint['seen'] == {1, 2}
@@ -151,18 +164,22 @@ def tar():
 
 
 @pytest.mark.filterwarnings('ignore:.*torch.*:UserWarning', 'ignore:.*torch.*:DeprecationWarning')
-@pytest.mark.parametrize(('content', 'message'), [
-    (b'  <!DOCTYPE html><html>no such share</html>', 'web page'),
-    (b'<html><body>sign in</body></html>', 'web page'),
-    (b'', 'damaged'),
-    (b'not a checkpoint at all', 'no checkpoint'),
-    (sample()[:-200], 'incomplete'),
-    (sample('legacy')[:-6], 'incomplete'),
-    (sample('legacy')[:60], 'incomplete'),
-    (pickle.dumps([1, 2]), 'does not begin as one'),
-    (script_module(), 'TorchScript'),
-    (tar(), 'no checkpoint'),
-], ids=['page', 'html', 'empty', 'text', 'cut zip', 'cut legacy', 'cut start', 'plain pickle', 'script', 'tar'])
+@pytest.mark.parametrize(
+    ('content', 'message'),
+    [
+        (b'  <!DOCTYPE html><html>no such share</html>', 'web page'),
+        (b'<html><body>sign in</body></html>', 'web page'),
+        (b'', 'damaged'),
+        (b'not a checkpoint at all', 'no checkpoint'),
+        (sample()[:-200], 'incomplete'),
+        (sample('legacy')[:-6], 'incomplete'),
+        (sample('legacy')[:60], 'incomplete'),
+        (pickle.dumps([1, 2]), 'does not begin as one'),
+        (script_module(), 'TorchScript'),
+        (tar(), 'no checkpoint'),
+    ],
+    ids=['page', 'html', 'empty', 'text', 'cut zip', 'cut legacy', 'cut start', 'plain pickle', 'script', 'tar'],
+)
 def test_no_checkpoints(content, message, tmp_path):
     path = tmp_path / 'c.pth'
     path.write_bytes(content)
@@ -185,6 +202,7 @@ def test_no_safetensors(tmp_path):
 
 # --- attacks: each is a pickle, of which whatever it calls would leave a trace
 
+
 def trace(*args, **kwargs):
     trace.calls += 1
     return STATE_DICT
@@ -192,6 +210,7 @@ def trace(*args, **kwargs):
 
 class Trace:
     """A class of this module, which notices every use."""
+
     def __new__(cls, *args, **kwargs):
         trace()
         return super().__new__(cls)
@@ -250,7 +269,8 @@ def attacks(path):
         'load': call(b'torch.load', b'(' + string(str(path)) + b't'),
         'jit': call(b'torch.jit.load', b'(' + string(str(path)) + b't'),
         'persistent id': (
-            b'\x80\x02(' + string('module') + b'c' + ME + b'\nTrace\n' + string(__file__) + string('x') + b'tQ.'),
+            b'\x80\x02(' + string('module') + b'c' + ME + b'\nTrace\n' + string(__file__) + string('x') + b'tQ.'
+        ),
         'extension': b'\x80\x02\x82\xf0)R.',
         'storage name': call(b'evil.Storage', b')'),
     }
@@ -265,8 +285,10 @@ def as_checkpoint(payload, path, zip_format):
             for entry in source.infolist():
                 target.writestr(entry, payload if entry.filename.endswith('data.pkl') else source.read(entry))
     else:
-        preamble = b''.join(pickle.dumps(value, protocol=2) for value in (
-            torch.serialization.MAGIC_NUMBER, torch.serialization.PROTOCOL_VERSION, {}))
+        preamble = b''.join(
+            pickle.dumps(value, protocol=2)
+            for value in (torch.serialization.MAGIC_NUMBER, torch.serialization.PROTOCOL_VERSION, {})
+        )
         path.write_bytes(preamble + payload + pickle.dumps([], protocol=2))
 
 
@@ -276,8 +298,8 @@ def as_checkpoint(payload, path, zip_format):
 def test_attacks(attack, zip_format, tmp_path, monkeypatch):
     trace.calls = 0
     codecs.lookup('cp437')  # that of names in zip files, a module of its own
-    monkeypatch.setitem(copyreg._inverted_registry, 0xf0, (__name__, 'trace'))
-    monkeypatch.setitem(copyreg._extension_cache, 0xf0, trace)
+    monkeypatch.setitem(copyreg._inverted_registry, 0xF0, (__name__, 'trace'))
+    monkeypatch.setitem(copyreg._extension_cache, 0xF0, trace)
     modules = set(sys.modules)
     defaults = torch._utils._rebuild_tensor_v2.__defaults__
     as_checkpoint(attacks(tmp_path / 'trace')[attack], tmp_path / 'c.pth', zip_format)
@@ -332,6 +354,7 @@ def test_restricted_pickle_reads_what_pickle_wrote():
 
 # --- files that take all memory, or for ever
 
+
 def number(value, size):
     return value.to_bytes(size, 'little')
 
@@ -340,23 +363,41 @@ def greedy_pickles():
     """Pickles of a few bytes or megabytes that a reader must not do the will of, and what it says instead."""
     huge = number(3_500_000_000, 8)
     return {
-        'integer': ('not enough data', b'\x80\x02\x8b' + number(2 ** 31 - 1, 4) + b'.'),
+        'integer': ('not enough data', b'\x80\x02\x8b' + number(2**31 - 1, 4) + b'.'),
         'bytes': ('remain', b'\x80\x04\x8e' + huge + b'.'),
         'text': ('remain', b'\x80\x04\x8d' + huge + b'.'),
         'bytearray': ('remain', b'\x80\x05\x96' + huge + b'.'),
-        'frame and bytes': ('remain', b'\x80\x04\x95' + huge + b'B' + number(2 ** 32 - 1, 4) + b'.'),
+        'frame and bytes': ('remain', b'\x80\x04\x95' + huge + b'B' + number(2**32 - 1, 4) + b'.'),
         'memo index': ('holds a list', b'\x80\x02]r' + number(250_000_000, 4) + b'.'),
         'call of bytearray': (
-            'calls builtins.bytearray', b'\x80\x02cbuiltins\nbytearray\n' + b'J' + number(2 ** 30, 4) + b'\x85R.'),
+            'calls builtins.bytearray',
+            b'\x80\x02cbuiltins\nbytearray\n' + b'J' + number(2**30, 4) + b'\x85R.',
+        ),
         'hash of nested tuples': ('a tuple as a key', b'\x80\x02})q\x00' + b'h\x00\x86q\x00' * 60 + b'Ns.'),
-        'numbers of one hash': ('a int as a key', b'\x80\x02}(' + b''.join(
-            b'\x8a\x0b' + number(i * (2 ** 61 - 1), 11) + b'N' for i in range(1, 50_000)) + b'u.'),
+        'numbers of one hash': (
+            'a int as a key',
+            b'\x80\x02}('
+            + b''.join(b'\x8a\x0b' + number(i * (2**61 - 1), 11) + b'N' for i in range(1, 50_000))
+            + b'u.',
+        ),
         'objects': ('steps to build', b'\x80\x02](' + b'\x8f' * 1_500_000 + b'e.'),
         'copies of text': (
-            'copies itself', b'\x80\x02](c_codecs\nencode\nq\x00X' + number(10 ** 6, 4) + b'a' * 10 ** 6 + b'q\x01' + (
-                b'h\x00h\x01' + string('latin1') + b'\x86R') * 3000 + b'e.'),
-        'copies of lists': ('steps to build', b'\x80\x02](c__builtin__\nset\nq\x00](' + b''.join(
-            b'M' + number(i, 2) for i in range(2 ** 16)) + b'eq\x01' + b'h\x00h\x01\x85R' * 3000 + b'e.'),
+            'copies itself',
+            b'\x80\x02](c_codecs\nencode\nq\x00X'
+            + number(10**6, 4)
+            + b'a' * 10**6
+            + b'q\x01'
+            + (b'h\x00h\x01' + string('latin1') + b'\x86R') * 3000
+            + b'e.',
+        ),
+        'copies of lists': (
+            'steps to build',
+            b'\x80\x02](c__builtin__\nset\nq\x00]('
+            + b''.join(b'M' + number(i, 2) for i in range(2**16))
+            + b'eq\x01'
+            + b'h\x00h\x01\x85R' * 3000
+            + b'e.',
+        ),
     }
 
 
@@ -378,7 +419,7 @@ for path in sys.argv[1:]:
 def test_files_that_take_everything(tmp_path):
     paths, reasons = [], []
     for name, (reason, payload) in greedy_pickles().items():
-        for zip_format in (True, False) if len(payload) < 10 ** 6 else (True,):
+        for zip_format in (True, False) if len(payload) < 10**6 else (True,):
             paths.append(tmp_path / f'{name}.{zip_format}.pth')
             reasons.append(reason)
             as_checkpoint(payload, paths[-1], zip_format)
@@ -387,16 +428,19 @@ def test_files_that_take_everything(tmp_path):
     with zipfile.ZipFile(paths[-1], 'w', zipfile.ZIP_DEFLATED) as archive:
         archive.writestr('archive/data.pkl', b'](' + b'}' * 30_000_000 + b'e.')
     report = subprocess.run(
-        [sys.executable, '-c', MEASURE, *paths], capture_output=True, text=True, check=True, timeout=200).stdout
+        [sys.executable, '-c', MEASURE, *paths], capture_output=True, text=True, check=True, timeout=200
+    ).stdout
     for reason, line in zip(reasons, report.splitlines(), strict=True):
         seconds, megabytes, message = line.split(' ', 2)
         assert reason in message and float(seconds) < 20 and float(megabytes) < 700, line
 
 
 @formats
-@pytest.mark.parametrize(('declared', 'message'), [
-    (rb'(cpuq.)K\x01', 'expected 255 ×|declares more'), (rb'(K\x00)K\x01(?=\x85)', 'out of bounds'),
-], ids=['storage', 'tensor'])
+@pytest.mark.parametrize(
+    ('declared', 'message'),
+    [(rb'(cpuq.)K\x01', 'expected 255 ×|declares more'), (rb'(K\x00)K\x01(?=\x85)', 'out of bounds')],
+    ids=['storage', 'tensor'],
+)
 def test_sizes_that_the_file_does_not_hold(declared, message, zip_format, tmp_path):
     torch.serialization.set_crc32_options(False)
     try:
@@ -412,9 +456,12 @@ def test_sizes_that_the_file_does_not_hold(declared, message, zip_format, tmp_pa
 
 # --- damage
 
-@pytest.mark.parametrize(('where', 'message'), [
-    (b'\x80?\x80?', "checksum of 'half' is wrong"), (b'weight', 'CRC-32'),
-], ids=['tensor', 'pickle'])
+
+@pytest.mark.parametrize(
+    ('where', 'message'),
+    [(b'\x80?\x80?', "checksum of 'half' is wrong"), (b'weight', 'CRC-32')],
+    ids=['tensor', 'pickle'],
+)
 def test_a_flipped_bit_is_noticed(where, message, tmp_path):
     torch.save({'epoch': 3, 'model': STATE_DICT}, tmp_path / 'c.pth')
     content = bytearray((tmp_path / 'c.pth').read_bytes())
@@ -432,8 +479,10 @@ def test_files_without_checksums_and_compressed_ones_are_read(tmp_path):
         torch.serialization.set_crc32_options(True)
     assert_state_dict(read_checkpoint(tmp_path / 'c.pth'))
     torch.save(STATE_DICT, tmp_path / 'c.pth')
-    with zipfile.ZipFile(tmp_path / 'c.pth') as source, zipfile.ZipFile(
-            tmp_path / 'd.pth', 'w', zipfile.ZIP_DEFLATED) as target:
+    with (
+        zipfile.ZipFile(tmp_path / 'c.pth') as source,
+        zipfile.ZipFile(tmp_path / 'd.pth', 'w', zipfile.ZIP_DEFLATED) as target,
+    ):
         for entry in source.infolist():
             target.writestr(entry.filename, source.read(entry))
     assert_state_dict(read_checkpoint(tmp_path / 'd.pth'))
@@ -441,14 +490,20 @@ def test_files_without_checksums_and_compressed_ones_are_read(tmp_path):
 
 # --- what else there is in checkpoints
 
+
 @formats
 @pytest.mark.parametrize('protocol', [2, 4, 5])
 @pytest.mark.parametrize('core', [b'numpy._core.', b'numpy.core.'], ids=['numpy 2', 'numpy 1'])
 def test_arrays_of_numbers_are_data(zip_format, protocol, core, tmp_path):
     arrays = {
-        'random': np.random.RandomState(0).get_state(), 'swapped': np.arange(3, dtype='>f4'), 'empty': np.zeros((0, 2)),
-        'columns': np.asfortranarray(np.arange(6).reshape(2, 3)), 'flags': np.array([True, False]),
-        'half': np.array(0.5, np.float16), 'number': np.float32(2.5), 'text': np.str_('a'),
+        'random': np.random.RandomState(0).get_state(),
+        'swapped': np.arange(3, dtype='>f4'),
+        'empty': np.zeros((0, 2)),
+        'columns': np.asfortranarray(np.arange(6).reshape(2, 3)),
+        'flags': np.array([True, False]),
+        'half': np.array(0.5, np.float16),
+        'number': np.float32(2.5),
+        'text': np.str_('a'),
     }
     payload = pickle.dumps(arrays, protocol)
     if protocol == 2:  # later ones count the bytes of names
@@ -477,7 +532,7 @@ def test_arrays_of_objects_are_refused(zip_format, protocol, tmp_path):
 def test_tensors_with_attributes_and_of_new_types(zip_format, tmp_path):
     parameter, tensor = torch.nn.Parameter(torch.ones(2)), torch.ones(3)
     parameter.note, tensor.note = 'a', 'b'
-    half = torch.arange(8.)[2:6].reshape(2, 2).t()
+    half = torch.arange(8.0)[2:6].reshape(2, 2).t()
     tensors = {'parameter': parameter, 'tensor': tensor, 'small': torch.ones(2, dtype=torch.uint16), 'view': half}
     if not zip_format:
         del tensors['small']  # legacy files have none
@@ -486,11 +541,21 @@ def test_tensors_with_attributes_and_of_new_types(zip_format, tmp_path):
     assert all(torch.equal(read[key], value) for key, value in tensors.items())
 
 
-@pytest.mark.parametrize('checkpoint', [
-    {'model_state_dict': STATE_DICT, 'model': 'x'},
-    {'state_dict': {f'model.{key}': value for key, value in STATE_DICT.items()}, 'pytorch-lightning_version': '2.5'},
-    {'state_dict': {f'model._orig_mod.{key}': value for key, value in STATE_DICT.items()} | {'loss.w': torch.ones(1)}},
-], ids=['model_state_dict', 'lightning', 'compiled, with a loss'])
+@pytest.mark.parametrize(
+    'checkpoint',
+    [
+        {'model_state_dict': STATE_DICT, 'model': 'x'},
+        {
+            'state_dict': {f'model.{key}': value for key, value in STATE_DICT.items()},
+            'pytorch-lightning_version': '2.5',
+        },
+        {
+            'state_dict': {f'model._orig_mod.{key}': value for key, value in STATE_DICT.items()}
+            | {'loss.w': torch.ones(1)}
+        },
+    ],
+    ids=['model_state_dict', 'lightning', 'compiled, with a loss'],
+)
 def test_layouts_of_other_trainers(checkpoint):
     assert_state_dict(checkpoint)
 
@@ -528,12 +593,18 @@ def test_tensors_that_are_not_all_there(kind, zip_format, tmp_path):
             select_state_dict(read)
 
 
-@pytest.mark.parametrize(('key', 'shape', 'message'), [
-    ('head.weight', (5_000_000, 2), 'cannot hold'), ('head.weight', (7,), 'has 1 dimensions'),
-    ('head.weight', (), 'has 0 dimensions'), ('patch_embed.proj.weight', (32,), 'has 1 dimensions'),
-    ('patch_embed.proj.weight', (1, 500_000, 1, 1), 'cannot hold'),
-    ('stages.0.blocks.0.attn.positional_encoding', (3136, 32), 'of another shape'),
-], ids=str)
+@pytest.mark.parametrize(
+    ('key', 'shape', 'message'),
+    [
+        ('head.weight', (5_000_000, 2), 'cannot hold'),
+        ('head.weight', (7,), 'has 1 dimensions'),
+        ('head.weight', (), 'has 0 dimensions'),
+        ('patch_embed.proj.weight', (32,), 'has 1 dimensions'),
+        ('patch_embed.proj.weight', (1, 500_000, 1, 1), 'cannot hold'),
+        ('stages.0.blocks.0.attn.positional_encoding', (3136, 32), 'of another shape'),
+    ],
+    ids=str,
+)
 def test_no_network_is_built_of_wrong_shapes(key, shape, message, tmp_path, monkeypatch):
     model = timm.create_model('flatten_pvt_v2_b0')
     torch.save({**model.state_dict(), key: torch.zeros(shape)}, tmp_path / 'c.pth')

@@ -15,16 +15,23 @@ def test_help_lists_every_command():
 
 STARTS = {
     'module': "import runpy; sys.argv = ['-m', *sys.argv[1:]]; sys.orig_argv = ['python', '-m', 'flatten_zoo', "
-              "*sys.argv[1:]]; runpy.run_module('flatten_zoo', run_name='__main__', alter_sys=True)",
+    "*sys.argv[1:]]; runpy.run_module('flatten_zoo', run_name='__main__', alter_sys=True)",
     'script': "sys.argv[0] = '/bin/flatten-zoo'; from flatten_zoo.cli import main; sys.exit(main())",
 }
 
 
 @pytest.mark.parametrize('start', STARTS)
-@pytest.mark.parametrize('arguments, status', [
-    *(([*command, '--help'], 0) for command in ([], *([name] for name in COMMANDS if name not in PROGRAMS))),
-    ([], 2), (['nonsense'], 2), (['list', '--nonsense'], 2), (['info'], 2), (['export', 'm', '--format', 'x'], 2),
-])
+@pytest.mark.parametrize(
+    'arguments, status',
+    [
+        *(([*command, '--help'], 0) for command in ([], *([name] for name in COMMANDS if name not in PROGRAMS))),
+        ([], 2),
+        (['nonsense'], 2),
+        (['list', '--nonsense'], 2),
+        (['info'], 2),
+        (['export', 'm', '--format', 'x'], 2),
+    ],
+)
 def test_help_and_mistakes_do_not_import_torch(arguments, status, start):
     code = f"""import atexit, sys
 atexit.register(lambda: print('torch' in sys.modules))
@@ -33,10 +40,17 @@ atexit.register(lambda: print('torch' in sys.modules))
     assert done.returncode == status and done.stdout.splitlines()[-1] == 'False', done.stderr
 
 
-@pytest.mark.parametrize('arguments, announcement', [
-    (['complexity', 'ea'], 'measuring …'), (['bench', 'm'], 'measuring …'), (['predict', 'a.png'], 'predicting …'),
-    (['visualize', 'a.png', '--model', 'm', '-o', 'b.png'], 'drawing a.png with m …'),
-    (['export', 'm', '-o', 'm.onnx'], 'exporting m to m.onnx …'), (['list'], '')])
+@pytest.mark.parametrize(
+    'arguments, announcement',
+    [
+        (['complexity', 'ea'], 'measuring …'),
+        (['bench', 'm'], 'measuring …'),
+        (['predict', 'a.png'], 'predicting …'),
+        (['visualize', 'a.png', '--model', 'm', '-o', 'b.png'], 'drawing a.png with m …'),
+        (['export', 'm', '-o', 'm.onnx'], 'exporting m to m.onnx …'),
+        (['list'], ''),
+    ],
+)
 def test_what_takes_long_is_announced_before_the_imports(arguments, announcement, monkeypatch, capsys):
     monkeypatch.setattr('flatten_zoo.cli.importlib', None)
     with pytest.raises(AttributeError):
@@ -50,9 +64,17 @@ def test_no_command(capsys):
     assert e.value.code == 2 and 'COMMAND' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('table, cell, format', [
-    ('ea-table2', '41.3 M', 'table'), ('ea-section3.5', '513×', 'table'), ('ea-section3.5', '513×', 'csv'),
-    ('ea-mask-rcnn', '+5.3 %', 'csv'), ('stereo', '9.68 TB', 'table'), ('stereo', '9.68 TB', 'csv')])
+@pytest.mark.parametrize(
+    'table, cell, format',
+    [
+        ('ea-table2', '41.3 M', 'table'),
+        ('ea-section3.5', '513×', 'table'),
+        ('ea-section3.5', '513×', 'csv'),
+        ('ea-mask-rcnn', '+5.3 %', 'csv'),
+        ('stereo', '9.68 TB', 'table'),
+        ('stereo', '9.68 TB', 'csv'),
+    ],
+)
 def test_paper_table(table, cell, format, capsys):
     assert main(['complexity', '--table', table, *(['--format', 'csv'] if format == 'csv' else [])]) == 0
     printed = capsys.readouterr().out
@@ -61,6 +83,7 @@ def test_paper_table(table, cell, format, capsys):
 
 def test_every_paper_table_has_its_option(capsys):
     from flatten_zoo.cost.paper_tables import PAPER_TABLES
+
     with pytest.raises(SystemExit):
         main(['complexity', '--help'])
     assert '{' + ','.join(PAPER_TABLES) + '}' in capsys.readouterr().out
@@ -70,7 +93,11 @@ def test_operators_and_models(capsys):
     assert main(['complexity', 'ea', 'resnet18', '--img-size', '32', '64', '--format', 'csv']) == 0
     rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
     assert [(row['name'], row['size']) for row in rows] == [
-        ('ea', '32'), ('ea', '64'), ('resnet18', '32'), ('resnet18', '64')]
+        ('ea', '32'),
+        ('ea', '64'),
+        ('resnet18', '32'),
+        ('resnet18', '64'),
+    ]
     assert rows[0]['macs'] == rows[0]['closed_form_macs'] == str(32 * 32 * (256 * 256 + 2 * 64 * 64))
     assert rows[2]['closed_form_macs'] == ''
     assert main(['complexity', 'resnet18', '--img-size', '32']) == 0
@@ -89,14 +116,17 @@ def test_plot(tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 7
 
 
-@pytest.mark.parametrize('arguments, message', [
-    ([], 'name models or operators to compare, or a paper table with --table'),
-    (['ea', '--table', 'stereo'], 'name models or operators to compare, or a paper table with --table'),
-    (['ea_resnet500'], "unknown model 'ea_resnet500'; did you mean"),
-    (['nl', '--img-size', '2048'], "'nl' at size 2048 needs"),
-    (['ea', '--plot', 'cost.xyz'], "cannot write a picture to 'cost.xyz'"),
-    (['ea', '--plot', 'no/such/folder/cost.png'], "there is no folder 'no/such/folder'"),
-])
+@pytest.mark.parametrize(
+    'arguments, message',
+    [
+        ([], 'name models or operators to compare, or a paper table with --table'),
+        (['ea', '--table', 'stereo'], 'name models or operators to compare, or a paper table with --table'),
+        (['ea_resnet500'], "unknown model 'ea_resnet500'; did you mean"),
+        (['nl', '--img-size', '2048'], "'nl' at size 2048 needs"),
+        (['ea', '--plot', 'cost.xyz'], "cannot write a picture to 'cost.xyz'"),
+        (['ea', '--plot', 'no/such/folder/cost.png'], "there is no folder 'no/such/folder'"),
+    ],
+)
 def test_mistakes_are_one_line_and_status_2(arguments, message, capsys):
     assert main(['complexity', *arguments]) == 2
     captured = capsys.readouterr()

@@ -1,4 +1,5 @@
 """torch.compile: whole graphs, and how many of them."""
+
 import pytest
 import timm
 import torch
@@ -44,8 +45,9 @@ class Counted:
         return self.counter.frame_count
 
 
-@pytest.mark.parametrize('name', [
-    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
+@pytest.mark.parametrize(
+    'name', [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 def test_one_graph_for_training_and_one_for_inference(name):
     counted = Counted(create(name, drop_path_rate=0.1))
     assert [counted.train(), counted.train(), counted.infer(), counted.infer()] == [1, 1, 2, 2]

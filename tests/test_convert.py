@@ -1,4 +1,5 @@
 """Conversion of checkpoints: official names and back for every family, train.py's checkpoints, the Hub's layout."""
+
 import argparse
 import json
 from pathlib import Path
@@ -62,11 +63,13 @@ def test_round_trip(name):
     official = to_official(model)
     assert_same(from_official(official, model), model.state_dict())
     assert_same(from_official(model.state_dict(), model), model.state_dict())
-    needed = {key: value for key, value in official.items()
-              if key not in EXTRAS.get(name, ()) and not key.endswith(('relative_position_index', 'attn_mask'))}
+    needed = {
+        key: value
+        for key, value in official.items()
+        if key not in EXTRAS.get(name, ()) and not key.endswith(('relative_position_index', 'attn_mask'))
+    }
     assert_same(from_official(needed, model), model.state_dict())
-    assert_same(
-        from_official({**official, 'layers.0.blocks.0.attn_mask': torch.zeros(1)}, model), model.state_dict())
+    assert_same(from_official({**official, 'layers.0.blocks.0.attn_mask': torch.zeros(1)}, model), model.state_dict())
 
 
 @families
@@ -95,7 +98,7 @@ def test_models_without_official_code():
 def test_convert_command_both_ways(name, tmp_path, capsys):
     model = create(name)
     source = tmp_path / 'official.pth'
-    torch.save({'model': to_official(model), 'epoch': 299, 'max_accuracy': 80.}, source)
+    torch.save({'model': to_official(model), 'epoch': 299, 'max_accuracy': 80.0}, source)
     assert run('convert', source, '--model', name, '-o', tmp_path / 'folder', *kwargs_of(name)) == 0
     loaded = timm.create_model(f'local-dir:{tmp_path / "folder"}', pretrained=True).eval()
     x = torch.randn(1, 3, 64, 64)
@@ -115,7 +118,12 @@ def test_convert_command_both_ways(name, tmp_path, capsys):
         official = read_checkpoint(back)
         assert_same(official.get('model', official), to_official(model))
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        'back.pth', 'back.safetensors', 'folder', 'official.pth', 'weights.safetensors']
+        'back.pth',
+        'back.safetensors',
+        'folder',
+        'official.pth',
+        'weights.safetensors',
+    ]
     assert capsys.readouterr().err == ''
 
 
@@ -130,8 +138,16 @@ def test_released_weights(tmp_path):
     assert cfg['tag'] == 'leaplab_in1k' and cfg['crop_pct'] == 0.875 and cfg['crop_mode'] == 'squash'
     assert not {'url', 'file', 'hf_hub_id'} & cfg.keys()
     card = (tmp_path / 'b0' / 'README.md').read_text()
-    for text in ('license: unknown', 'not known', 'crop_pct 0.875, mode squash', '71.098 % top-1, 90.596 % top-5',
-                 'Han, Dongchen', 'arXiv:2308.00442', '3.59 M', 'import flatten_zoo'):
+    for text in (
+        'license: unknown',
+        'not known',
+        'crop_pct 0.875, mode squash',
+        '71.098 % top-1, 90.596 % top-5',
+        'Han, Dongchen',
+        'arXiv:2308.00442',
+        '3.59 M',
+        'import flatten_zoo',
+    ):
         assert text in card
     assert run('convert', source, '--model', 'flatten_pvt_v2_b0', '-o', tmp_path / 'own') == 0
     card = (tmp_path / 'own' / 'README.md').read_text()
@@ -147,10 +163,19 @@ def test_training_checkpoints(as_namespace, tmp_path):
     args = dict(model=name, num_classes=4, in_chans=1, img_size=64, gp=None, mean=[0.3], model_kwargs=kwargs, lr=0.1)
     averaged = {key: value * 2 for key, value in model.state_dict().items()}
     path = tmp_path / 'last.pth.tar'
-    torch.save({
-        'arch': name, 'epoch': 1, 'version': 2, 'metric': 50., 'optimizer': {}, 'state_dict': model.state_dict(),
-        'state_dict_ema': averaged, 'args': argparse.Namespace(**args) if as_namespace else args,
-    }, path)
+    torch.save(
+        {
+            'arch': name,
+            'epoch': 1,
+            'version': 2,
+            'metric': 50.0,
+            'optimizer': {},
+            'state_dict': model.state_dict(),
+            'state_dict_ema': averaged,
+            'args': argparse.Namespace(**args) if as_namespace else args,
+        },
+        path,
+    )
     assert_same(load_model(path).state_dict(), model.state_dict())
     assert_same(load_model(path, use_ema=True).state_dict(), averaged)
     assert run('convert', path, '--use-ema', '-o', tmp_path / 'folder') == 0
@@ -172,10 +197,14 @@ def test_a_run_from_released_weights_is_not_the_release(tmp_path):
 def test_a_run_at_another_size_of_a_network_for_any_size(tmp_path):
     model = create('flatten_pvt_t', img_size=64)
     kwargs = {key: value for key, value in SMALL['flatten_pvt_t'].items() if key != 'img_size'}
-    torch.save({
-        'arch': 'flatten_pvt_t', 'state_dict': model.state_dict(),
-        'args': dict(model='flatten_pvt_t', img_size=96, model_kwargs=kwargs),
-    }, tmp_path / 'c.pth.tar')
+    torch.save(
+        {
+            'arch': 'flatten_pvt_t',
+            'state_dict': model.state_dict(),
+            'args': dict(model='flatten_pvt_t', img_size=96, model_kwargs=kwargs),
+        },
+        tmp_path / 'c.pth.tar',
+    )
     assert run('convert', tmp_path / 'c.pth.tar', '-o', tmp_path / 'out', '--model-kwargs', 'img_size=64') == 0
     config = json.loads((tmp_path / 'out' / 'config.json').read_text())
     assert config['pretrained_cfg']['input_size'] == [3, 96, 96] and config['model_args']['img_size'] == [64, 64]
@@ -192,17 +221,17 @@ def test_headless_and_failing_conversions(tmp_path, capsys):
     assert load_model(path, name, model_kwargs=SMALL[name]).num_classes == 0
     out = tmp_path / 'out'
     for argv, message in (
-            ([path, '-o', out], '--model'),
-            ([path, '--model', 'flatten_pvt_x', '-o', out], 'did you mean flatten_pvt_'),
-            ([path, '--model', f'{name}.nobody', '-o', out], 'did you mean'),
-            ([path, '--model', 'resnet50', '-o', out], 'flatten-zoo list'),
-            ([path, '--model', name, '-o', out], 'of another shape'),
-            ([path, '--model', name, '-o', out, '--model-kwargs', 'depth=3'], 'depth'),
-            ([path, '--model', name, '-o', out, '--use-ema'], 'averaged'),
-            ([tmp_path / 'no.pth', '--model', name, '-o', out], 'no file'),
-            ([path, '--model', name, '-o', tmp_path / 'x.pth', *kwargs_of(name)], '--to official'),
-            ([path, '--model', name, '-o', out, '--to', 'official', *kwargs_of(name)], '.pth'),
-            ([path, '--model', name, '-o', path / 'out', *kwargs_of(name)], "-o '"),
+        ([path, '-o', out], '--model'),
+        ([path, '--model', 'flatten_pvt_x', '-o', out], 'did you mean flatten_pvt_'),
+        ([path, '--model', f'{name}.nobody', '-o', out], 'did you mean'),
+        ([path, '--model', 'resnet50', '-o', out], 'flatten-zoo list'),
+        ([path, '--model', name, '-o', out], 'of another shape'),
+        ([path, '--model', name, '-o', out, '--model-kwargs', 'depth=3'], 'depth'),
+        ([path, '--model', name, '-o', out, '--use-ema'], 'averaged'),
+        ([tmp_path / 'no.pth', '--model', name, '-o', out], 'no file'),
+        ([path, '--model', name, '-o', tmp_path / 'x.pth', *kwargs_of(name)], '--to official'),
+        ([path, '--model', name, '-o', out, '--to', 'official', *kwargs_of(name)], '.pth'),
+        ([path, '--model', name, '-o', path / 'out', *kwargs_of(name)], "-o '"),
     ):
         assert run('convert', *argv) == 2
         err = capsys.readouterr().err

@@ -1,4 +1,5 @@
 """Every kind of data set: the same images through each reader, with and without loader processes."""
+
 import csv
 import json
 import shlex
@@ -124,6 +125,7 @@ def test_order_of_a_stream_is_that_of_the_seed(root, tmp_path):
 
 # Refusals
 
+
 def refused(capsys, *options) -> str:
     capsys.readouterr()
     assert report_usage_errors(lambda: train([*TINY, *BRIEF, *map(str, options)])) == 2
@@ -135,20 +137,28 @@ def refused(capsys, *options) -> str:
     return lines[0]
 
 
-@pytest.mark.parametrize('name, message', [
-    ('imagenet', "--dataset 'imagenet': must be PREFIX/NAME with prefix torch, hfds, hfids, tfds, wds"),
-    ('tf/imagenet', "--dataset 'tf/imagenet': must be PREFIX/NAME"),
-    ('torch/imagenette3', 'Unknown torchvision dataset imagenette3'),
-    ('wds/tiny', "no _info.json in"),
-])
+@pytest.mark.parametrize(
+    'name, message',
+    [
+        ('imagenet', "--dataset 'imagenet': must be PREFIX/NAME with prefix torch, hfds, hfids, tfds, wds"),
+        ('tf/imagenet', "--dataset 'tf/imagenet': must be PREFIX/NAME"),
+        ('torch/imagenette3', 'Unknown torchvision dataset imagenette3'),
+        ('wds/tiny', 'no _info.json in'),
+    ],
+)
 def test_unknown_kinds_and_names(root, capsys, name, message):
     assert message in refused(capsys, root / 'images', '--dataset', name, '-j', 0)
 
 
-@pytest.mark.parametrize('name, install', [
-    ('hfds/x', "'flatten_zoo[hfds]'"), ('HFIDS/x', "'flatten_zoo[hfds]'"), ('wds/x', "'flatten_zoo[wds]'"),
-    ('tfds/x', 'tensorflow tensorflow-datasets'),
-])
+@pytest.mark.parametrize(
+    'name, install',
+    [
+        ('hfds/x', "'flatten_zoo[hfds]'"),
+        ('HFIDS/x', "'flatten_zoo[hfds]'"),
+        ('wds/x', "'flatten_zoo[wds]'"),
+        ('tfds/x', 'tensorflow tensorflow-datasets'),
+    ],
+)
 def test_missing_packages(capsys, monkeypatch, name, install):
     monkeypatch.setattr(streams.importlib.util, 'find_spec', lambda package: None)
     line = refused(capsys, '--dataset', name, '-j', 0)
@@ -192,19 +202,26 @@ def test_unreadable_image_of_a_hugging_face_dataset_is_named(tmp_path, capsys):
     images = write_images(tmp_path / 'images')
     (images / 'train' / 'green' / '3.png').write_bytes(b'nothing')
     parquet = write_parquet(tmp_path / 'parquet', images)
-    line = refused(
-        capsys, tmp_path / 'cache', '--dataset', f'hfds/{parquet}', '-j', 0, '--output', tmp_path / 'output')
+    line = refused(capsys, tmp_path / 'cache', '--dataset', f'hfds/{parquet}', '-j', 0, '--output', tmp_path / 'output')
     assert line == "error: cannot read the image '3.png'; remove or replace it"
 
 
-@pytest.mark.parametrize('options, message', [
-    ('wds/x --input-key tiff', "error: no image in 'wds/x' can be read"),
-    ('wds/x --target-key kind', "error: cannot read on in 'wds/x': Target key(s) ['kind'] require a json sidecar"),
-    ('hfds/{root}/parquet --input-key photo', "error: --input-key photo: 'hfds/{root}/parquet' has no such column, "
-                                              'but image, label'),
-    ('hfds/{root}/parquet --target-key kind', 'error: --target-key kind: '),
-    ('hfids/{root}/parquet --input-key photo', "error: 'hfids/{root}/parquet' has no column 'photo': name others by"),
-])
+@pytest.mark.parametrize(
+    'options, message',
+    [
+        ('wds/x --input-key tiff', "error: no image in 'wds/x' can be read"),
+        ('wds/x --target-key kind', "error: cannot read on in 'wds/x': Target key(s) ['kind'] require a json sidecar"),
+        (
+            'hfds/{root}/parquet --input-key photo',
+            "error: --input-key photo: 'hfds/{root}/parquet' has no such column, but image, label",
+        ),
+        ('hfds/{root}/parquet --target-key kind', 'error: --target-key kind: '),
+        (
+            'hfids/{root}/parquet --input-key photo',
+            "error: 'hfids/{root}/parquet' has no column 'photo': name others by",
+        ),
+    ],
+)
 @pytest.mark.parametrize('workers', [0, 1])
 def test_keys_that_are_not_there(root, tmp_path, capsys, options, message, workers):
     options = options.format(root=root).split()
@@ -248,8 +265,15 @@ def save_12_bits(grey: np.ndarray, path: Path) -> None:
 
 def save_turned(orientation: int, path: Path) -> None:
     """Save `COLOUR` so that its metadata turn it back."""
-    turns = {2: np.fliplr, 3: lambda x: np.rot90(x, 2), 4: np.flipud, 5: lambda x: x.swapaxes(0, 1), 6: np.rot90,
-             7: lambda x: np.rot90(x, 2).swapaxes(0, 1), 8: lambda x: np.rot90(x, -1)}
+    turns = {
+        2: np.fliplr,
+        3: lambda x: np.rot90(x, 2),
+        4: np.flipud,
+        5: lambda x: x.swapaxes(0, 1),
+        6: np.rot90,
+        7: lambda x: np.rot90(x, 2).swapaxes(0, 1),
+        8: lambda x: np.rot90(x, -1),
+    }
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
     Image.fromarray(np.ascontiguousarray(turns[orientation](COLOUR))).save(path, exif=exif)
@@ -279,14 +303,18 @@ PICTURES = {
     '1-bit.tif': ((GREY > 99) * np.uint8(255), Image.fromarray(GREY > 99).save),
     'palette.gif': (palette().convert('RGB'), palette().save),
     'palette with transparency.png': (
-        np.where(np.asarray(palette())[..., None] % 2, palette().convert('RGB'), 255), save_palette_with_transparency),
+        np.where(np.asarray(palette())[..., None] % 2, palette().convert('RGB'), 255),
+        save_palette_with_transparency,
+    ),
     'palette with transparency.gif': (
         np.where(np.asarray(palette())[..., None] == 7, 255, palette().convert('RGB')),
-        lambda path: palette().save(path, transparency=7)),
+        lambda path: palette().save(path, transparency=7),
+    ),
     'LA.png': (np.where(ALPHA == 255, GREY, 255), Image.fromarray(np.dstack([GREY, ALPHA.astype(np.uint8)])).save),
     'RGBA.webp': (
-        OVER_WHITE, lambda path: Image.fromarray(np.dstack([COLOUR, ALPHA.astype(np.uint8)])).save(
-            path, lossless=True, exact=True)),
+        OVER_WHITE,
+        lambda path: Image.fromarray(np.dstack([COLOUR, ALPHA.astype(np.uint8)])).save(path, lossless=True, exact=True),
+    ),
     'CMYK.tif': (COLOUR, Image.fromarray(COLOUR).convert('CMYK').save),
     'CMYK.jpg': (COLOUR, lambda path: Image.fromarray(COLOUR).convert('CMYK').save(path, quality=100)),
     'RGB.bmp': (COLOUR, Image.fromarray(COLOUR).save),
@@ -301,11 +329,20 @@ def loaded(split: str, *options, num_classes: int = 1) -> np.ndarray:
     argv = ['--img-size', '32', '-b', '1', '-j', '0', '--no-prefetcher', '--num-classes', str(num_classes), *options]
     args = train_parser().parse_with_config(argv)
     train_set, eval_set = open_splits(args, num_classes, channels=3)
-    config = {'input_size': (3, 32, 32), 'mean': (0,) * 3, 'std': (1,) * 3, 'crop_pct': 1., 'crop_mode': 'center',
-              'interpolation': 'bilinear'}
+    config = {
+        'input_size': (3, 32, 32),
+        'mean': (0,) * 3,
+        'std': (1,) * 3,
+        'crop_pct': 1.0,
+        'crop_mode': 'center',
+        'interpolation': 'bilinear',
+    }
     numerics = Numerics(torch.device('cpu'))
-    loader = training_loader(args, num_classes, train_set, config, numerics) if split == 'train' else evaluation_loader(
-        args, eval_set, config, numerics, batch_size=1)
+    loader = (
+        training_loader(args, num_classes, train_set, config, numerics)
+        if split == 'train'
+        else evaluation_loader(args, eval_set, config, numerics, batch_size=1)
+    )
     return torch.cat([batch for batch, _ in loader]).permute(0, 2, 3, 1).numpy() * 255
 
 
@@ -336,11 +373,14 @@ def test_every_reader_scales_16_bits(tmp_path, name):
     np.testing.assert_allclose(found[0], np.broadcast_to(GREY[..., None], (32, 32, 3)), atol=1e-3)
 
 
-@pytest.mark.parametrize('values, message', [
-    (np.full((32, 32), -1000, np.int32), 'its values are from -1000 to -1000, where black is 0 and white 65535'),
-    (np.full((32, 32), 255, np.float32), 'its values are from 255 to 255, where black is 0 and white 1'),
-    (np.full((32, 32), np.nan, np.float32), 'its values are from nan to nan'),
-])
+@pytest.mark.parametrize(
+    'values, message',
+    [
+        (np.full((32, 32), -1000, np.int32), 'its values are from -1000 to -1000, where black is 0 and white 65535'),
+        (np.full((32, 32), 255, np.float32), 'its values are from 255 to 255, where black is 0 and white 1'),
+        (np.full((32, 32), np.nan, np.float32), 'its values are from nan to nan'),
+    ],
+)
 def test_values_without_a_range_are_refused(tmp_path, capsys, values, message):
     for split in ('train', 'validation'):
         (tmp_path / split / 'a').mkdir(parents=True)
@@ -355,10 +395,20 @@ def test_values_without_a_range_are_refused(tmp_path, capsys, values, message):
 
 # What is left out
 
+
 def clutter(split: Path) -> None:
     """Put into a split of 3 classes what is no image of a class, and one image of each of 4 more kinds."""
-    for name in ('.DS_Store', 'red/._0.png', 'red/Thumbs.db', '__MACOSX/red/._0.png', '.ipynb_checkpoints/0.png',
-                 'red/notes.txt', 'red/more.txt', 'blue/list', 'loose.png'):
+    for name in (
+        '.DS_Store',
+        'red/._0.png',
+        'red/Thumbs.db',
+        '__MACOSX/red/._0.png',
+        '.ipynb_checkpoints/0.png',
+        'red/notes.txt',
+        'red/more.txt',
+        'blue/list',
+        'loose.png',
+    ):
         path = split / name
         path.parent.mkdir(exist_ok=True, parents=True)
         path.write_bytes((split / 'red' / '0.png').read_bytes() if path.suffix == '.png' else b'')
@@ -380,11 +430,20 @@ def test_what_is_no_image_of_a_class_is_left_out_and_said(tmp_path, caplog, name
     start, kinds = line.split(': files left out: ')
     assert start == f"'{split}'"
     assert set(kinds.split(', ')) == {
-        '2 *.txt', '1 without suffix', '1 in no class folder', '1 .DS_Store', '1 ._*', '1 Thumbs.db', '1 __MACOSX',
-        '1 .ipynb_checkpoints'}
+        '2 *.txt',
+        '1 without suffix',
+        '1 in no class folder',
+        '1 .DS_Store',
+        '1 ._*',
+        '1 Thumbs.db',
+        '1 __MACOSX',
+        '1 .ipynb_checkpoints',
+    }
     if name != 'torchvision':
-        assert empty == [f"'{split}': there is no image of class 'void', which does not count: if it should, name all "
-                         f'classes in --class-map']
+        assert empty == [
+            f"'{split}': there is no image of class 'void', which does not count: if it should, name all "
+            f'classes in --class-map'
+        ]
 
 
 def test_classes_without_images_and_images_without_classes(tmp_path, capsys, caplog):
@@ -401,7 +460,8 @@ def test_classes_without_images_and_images_without_classes(tmp_path, capsys, cap
         path.rename(images / 'validation' / f'{path.parent.name}{path.name}')
     assert refused(capsys, images) == (
         f"error: the images in '{images}/validation' are not in class folders: put each into a folder with the name of "
-        f'its class')
+        f'its class'
+    )
     write_tars(tmp_path / 'tars', images)
     line = refused(capsys, tmp_path / 'tars')
     assert line.startswith(f"error: the images in '{tmp_path}/tars/validation.tar' are not in class folders")

@@ -1,4 +1,5 @@
 """Faster and Mask R-CNN on backbones of the zoo and of timm."""
+
 import importlib
 import sys
 
@@ -24,7 +25,7 @@ CLASSES = 4
 def small_targets():
     masks = torch.zeros(1, 48, 80, dtype=torch.uint8)
     masks[:, 5:30, 10:40] = 1
-    full = {'boxes': torch.tensor([[10., 5., 40., 30.]]), 'labels': torch.tensor([2]), 'masks': masks}
+    full = {'boxes': torch.tensor([[10.0, 5.0, 40.0, 30.0]]), 'labels': torch.tensor([2]), 'masks': masks}
     empty = {'boxes': torch.zeros(0, 4), 'labels': torch.zeros(0, dtype=torch.int64), 'masks': masks[:0]}
     return [full, empty]
 
@@ -50,8 +51,9 @@ def same_detections(a, b):
             torch.testing.assert_close(x[key], y[key])
 
 
-@pytest.mark.parametrize('ours, theirs', [
-    (mask_rcnn, maskrcnn_resnet50_fpn), (faster_rcnn, fasterrcnn_resnet50_fpn)], ids=['mask', 'faster'])
+@pytest.mark.parametrize(
+    'ours, theirs', [(mask_rcnn, maskrcnn_resnet50_fpn), (faster_rcnn, fasterrcnn_resnet50_fpn)], ids=['mask', 'faster']
+)
 def test_is_torchvisions_own(ours, theirs):
     a = ours('resnet50', 91, box_score_thresh=0.001, **SIZES, **FEW).eval()
     b = theirs(weights=None, weights_backbone=None, box_score_thresh=0.001, **SIZES, **FEW).eval()
@@ -77,15 +79,17 @@ def test_frozen_norms_exchange_with_torchvision():
 
 
 def test_attention_tensors_alone_are_new():
-    plain = maskrcnn_resnet50_fpn(
-        weights=None, weights_backbone=None, box_score_thresh=0.001, **SIZES, **FEW).eval()
+    plain = maskrcnn_resnet50_fpn(weights=None, weights_backbone=None, box_score_thresh=0.001, **SIZES, **FEW).eval()
     model = mask_rcnn('ea_resnet50', 91, attention='ea', box_score_thresh=0.001, **SIZES, **FEW).eval()
     missing, unexpected = model.load_state_dict(plain.state_dict(), strict=False)
     places = ['body.layer3.attn', 'body.layer4.attn', *(f'attention.{level}' for level in LEVELS)]
     assert not unexpected
     assert set(missing) == {
-        f'backbone.{place}.{part}.{kind}' for place in places
-        for part in ('keys', 'queries', 'values', 'reprojection') for kind in ('weight', 'bias')}
+        f'backbone.{place}.{part}.{kind}'
+        for place in places
+        for part in ('keys', 'queries', 'values', 'reprojection')
+        for kind in ('weight', 'bias')
+    }
     x = images((48, 80))
     with torch.no_grad():
         expected = plain(x)
@@ -93,8 +97,9 @@ def test_attention_tensors_alone_are_new():
         same_detections(model(x), expected)  # attention starts as the identity
 
 
-@pytest.mark.parametrize('name, operator', [
-    ('ea', EfficientAttention), ('nl', NonLocalAttention), ('issa', InterlacedSparseAttention)])
+@pytest.mark.parametrize(
+    'name, operator', [('ea', EfficientAttention), ('nl', NonLocalAttention), ('issa', InterlacedSparseAttention)]
+)
 def test_attention_comes_after_its_level(name, operator):
     torch.manual_seed(0)
     body = timm.create_model('resnet18', features_only=True)
@@ -122,7 +127,7 @@ def test_attention_comes_after_its_level(name, operator):
 
 def test_attention_arguments():
     model = mask_rcnn(SMALL, 2, 'ea', 'fpn3', {'key_dim': 32, 'num_heads': 2})
-    module, = model.backbone.attention.values()
+    (module,) = model.backbone.attention.values()
     assert module.keys.out_channels == 32 and module.num_heads == 2
     for arguments, message in [
         (('ae',), 'attention must be None or one of'),
@@ -140,8 +145,7 @@ def test_trains_and_detects_at_odd_sizes():
     torch.manual_seed(0)
     model = mask_rcnn(SMALL, CLASSES, 'ea', min_size=71, max_size=97, rpn_post_nms_top_n_train=100, **FEW)
     losses = model(images((48, 80), (48, 80)), small_targets())
-    assert set(losses) == {
-        'loss_classifier', 'loss_box_reg', 'loss_mask', 'loss_objectness', 'loss_rpn_box_reg'}
+    assert set(losses) == {'loss_classifier', 'loss_box_reg', 'loss_mask', 'loss_objectness', 'loss_rpn_box_reg'}
     sum(losses.values()).backward()
     without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
     assert not without
@@ -154,22 +158,41 @@ def test_trains_and_detects_at_odd_sizes():
             assert found['boxes'].isfinite().all()
 
 
-@pytest.mark.parametrize('name', [
-    'flatten_pvt_t', 'flatten_swin_t', 'flatten_cswin_t', 'swin_tiny_patch4_window7_224', 'convnext_atto',
-    'efficientnet_b0', 'regnety_002'])
+@pytest.mark.parametrize(
+    'name',
+    [
+        'flatten_pvt_t',
+        'flatten_swin_t',
+        'flatten_cswin_t',
+        'swin_tiny_patch4_window7_224',
+        'convnext_atto',
+        'efficientnet_b0',
+        'regnety_002',
+    ],
+)
 def test_any_backbone(name):
     model = faster_rcnn(name, 3, **SIZES)
     assert model.backbone.strides == [4, 8, 16, 32, 64]
     with torch.no_grad():
         maps = model.backbone(torch.randn(1, 3, 64, 160))
         assert {key: x.shape[1:] for key, x in maps.items()} == {
-            '0': (256, 16, 40), '1': (256, 8, 20), '2': (256, 4, 10), '3': (256, 2, 5), 'pool': (256, 1, 3)}
+            '0': (256, 16, 40),
+            '1': (256, 8, 20),
+            '2': (256, 4, 10),
+            '3': (256, 2, 5),
+            'pool': (256, 1, 3),
+        }
         assert len(model.eval()(images((48, 80)))) == 1
 
 
-@pytest.mark.parametrize('name, kwargs, stride', [
-    ('flatten_deit_t', {}, 16), ('vit_tiny_patch16_224', {'patch_size': 8}, 8),
-    ('vit_tiny_patch16_224', {'patch_size': 32}, 32)])
+@pytest.mark.parametrize(
+    'name, kwargs, stride',
+    [
+        ('flatten_deit_t', {}, 16),
+        ('vit_tiny_patch16_224', {'patch_size': 8}, 8),
+        ('vit_tiny_patch16_224', {'patch_size': 32}, 32),
+    ],
+)
 def test_plain_vision_transformer(name, kwargs, stride):
     torch.manual_seed(0)
     model = mask_rcnn(name, CLASSES, 'ea', backbone_kwargs={'depth': 4, **kwargs}, **SIZES)
@@ -179,7 +202,12 @@ def test_plain_vision_transformer(name, kwargs, stride):
     with torch.no_grad():
         maps = pyramid(x)
         assert {key: y.shape[1:] for key, y in maps.items()} == {
-            '0': (256, 16, 40), '1': (256, 8, 20), '2': (256, 4, 10), '3': (256, 2, 5), 'pool': (256, 1, 3)}
+            '0': (256, 16, 40),
+            '1': (256, 8, 20),
+            '2': (256, 4, 10),
+            '3': (256, 2, 5),
+            'pool': (256, 1, 3),
+        }
         last = pyramid.body(x)[-1]
         assert last.shape[-1] == 160 // stride
         same_stride = pyramid.fpn[str([4, 8, 16, 32].index(stride))]
@@ -233,12 +261,15 @@ def test_backbone_without_the_finest_level():
         faster_rcnn(body, 2, 'ea', 'fpn1')
 
 
-@pytest.mark.parametrize('arguments, message', [
-    (('flatten_pvt_v2_b9', 2), "unknown model 'flatten_pvt_v2_b9'; did you mean flatten_pvt_v2_b"),
-    (('hiera_tiny_224', 2), "cannot build 'hiera_tiny_224'.*dynamic_img_size"),
-    ((nn.Identity(), 2), 'timm model built with features_only=True, got Identity'),
-    ((SMALL, 1), 'num_classes includes the background and must be at least 2, got 1'),
-])
+@pytest.mark.parametrize(
+    'arguments, message',
+    [
+        (('flatten_pvt_v2_b9', 2), "unknown model 'flatten_pvt_v2_b9'; did you mean flatten_pvt_v2_b"),
+        (('hiera_tiny_224', 2), "cannot build 'hiera_tiny_224'.*dynamic_img_size"),
+        ((nn.Identity(), 2), 'timm model built with features_only=True, got Identity'),
+        ((SMALL, 1), 'num_classes includes the background and must be at least 2, got 1'),
+    ],
+)
 def test_bad_backbones(arguments, message):
     with pytest.raises(ValueError, match=message):
         mask_rcnn(*arguments)
@@ -254,7 +285,7 @@ def test_arguments_of_the_backbone():
 
 
 def test_normalises_as_the_backbone_wants_it():
-    assert faster_rcnn('mobilevit_xxs', 2).transform.image_mean == (0., 0., 0.)
+    assert faster_rcnn('mobilevit_xxs', 2).transform.image_mean == (0.0, 0.0, 0.0)
     assert faster_rcnn('mobilevit_xxs', 2, image_mean=[0.5] * 3).transform.image_mean == [0.5] * 3
 
 
@@ -262,9 +293,16 @@ def trained_parts(body):
     return {name.split('.')[0] for name, p in body.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize('trainable, parts', {
-    0: set(), 1: {'layer4'}, 3: {'layer2', 'layer3', 'layer4'}, 4: {'layer1', 'layer2', 'layer3', 'layer4'},
-    5: {'conv1', 'bn1', 'layer1', 'layer2', 'layer3', 'layer4'}}.items())
+@pytest.mark.parametrize(
+    'trainable, parts',
+    {
+        0: set(),
+        1: {'layer4'},
+        3: {'layer2', 'layer3', 'layer4'},
+        4: {'layer1', 'layer2', 'layer3', 'layer4'},
+        5: {'conv1', 'bn1', 'layer1', 'layer2', 'layer3', 'layer4'},
+    }.items(),
+)
 def test_frozen_parts_are_torchvisions(trainable, parts):
     body = timm.create_model('resnet18', features_only=True)
     freeze_stages(body, trainable)
@@ -273,10 +311,17 @@ def test_frozen_parts_are_torchvisions(trainable, parts):
     assert frozen == {'bn1', 'layer1', 'layer2', 'layer3', 'layer4'} - parts
 
 
-@pytest.mark.parametrize('name, stages', {
-    'flatten_pvt_t': 'stages_{}.', 'flatten_pvt_v2_b0': 'stages_{}.', 'flatten_swin_t': 'model.layers.{}.',
-    'flatten_cswin_t': 'stages_{}.', 'convnext_atto': 'stages_{}.', 'swin_tiny_patch4_window7_224': 'layers_{}.',
-}.items())
+@pytest.mark.parametrize(
+    'name, stages',
+    {
+        'flatten_pvt_t': 'stages_{}.',
+        'flatten_pvt_v2_b0': 'stages_{}.',
+        'flatten_swin_t': 'model.layers.{}.',
+        'flatten_cswin_t': 'stages_{}.',
+        'convnext_atto': 'stages_{}.',
+        'swin_tiny_patch4_window7_224': 'layers_{}.',
+    }.items(),
+)
 def test_frozen_parts_of_other_families(name, stages):
     body = timm.create_model(name, features_only=True)
     names = {name for name, _ in body.named_parameters()}
@@ -315,7 +360,8 @@ def test_frozen_stay_frozen_in_training(name):
     assert any(isinstance(module, (FrozenBatchNorm2d, FrozenBatchNormAct2d)) for module in body.modules())
     if attention:  # the last norm starts at zero: frozen, it would silence the attention for ever
         assert {key for key in changed if key.endswith('attn.short_range_sa.W.1.0.weight')} == {
-            f'layer{i}.attn.short_range_sa.W.1.0.weight' for i in (3, 4)}
+            f'layer{i}.attn.short_range_sa.W.1.0.weight' for i in (3, 4)
+        }
 
 
 def test_freezing_changes_no_output():
@@ -351,12 +397,23 @@ def test_scripts_as_torchvisions_own():
 
 def test_cost_is_that_of_a_real_pass():
     from torch.utils.flop_counter import FlopCounterMode
+
     # everything is kept, so that there are as many proposals and detections as are counted
     model = mask_rcnn(
-        SMALL, CLASSES, 'ea', min_size=64, max_size=96, rpn_pre_nms_top_n_test=40, rpn_post_nms_top_n_test=30,
-        rpn_nms_thresh=1.0, box_score_thresh=0.0, box_nms_thresh=1.0, box_detections_per_img=7).eval()
+        SMALL,
+        CLASSES,
+        'ea',
+        min_size=64,
+        max_size=96,
+        rpn_pre_nms_top_n_test=40,
+        rpn_post_nms_top_n_test=30,
+        rpn_nms_thresh=1.0,
+        box_score_thresh=0.0,
+        box_nms_thresh=1.0,
+        box_detections_per_img=7,
+    ).eval()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        found, = model(images((64, 96)))
+        (found,) = model(images((64, 96)))
     assert len(found['boxes']) == 7
     cost = rcnn_cost(model, (64, 96))
     assert cost.macs == counter.get_total_flops() // 2
@@ -370,11 +427,14 @@ def test_attention_adds_what_its_equations_say():
     plain = rcnn_cost(mask_rcnn('resnet50', 81), size)
     model = mask_rcnn('ea_resnet50', 81, 'ea')
     attention = {
-        'body.layer3.attn': 16, 'body.layer4.attn': 32,
-        **{f'attention.{level}': stride for level, stride in zip(LEVELS, (4, 8, 16, 32, 64), strict=True)}}
+        'body.layer3.attn': 16,
+        'body.layer4.attn': 32,
+        **{f'attention.{level}': stride for level, stride in zip(LEVELS, (4, 8, 16, 32, 64), strict=True)},
+    }
     costs = [
         closed_form(model.backbone.get_submodule(name), (size[0] // stride, size[1] // stride))
-        for name, stride in attention.items()]
+        for name, stride in attention.items()
+    ]
     assert f'{sum(cost.macs for cost in costs):.2e}' == '8.85e+09', 'Table 2 of the efficient attention paper'
     cost = rcnn_cost(model, size)
     assert cost.macs - plain.macs == sum(cost.macs for cost in costs)

@@ -1,4 +1,5 @@
 """The generated shapes, and reading folders in COCO's format."""
+
 import hashlib
 import json
 import pickle
@@ -40,7 +41,8 @@ def test_shapes_are_deterministic(shapes, tmp_path):
     write_shapes(tmp_path / 'other', 3, image_size=(64, 96), seed=1)
     first, fewer, other = (
         [np.asarray(Image.open(folder / 'images' / f'{i:06d}.png')) for i in range(3)]
-        for folder in (shapes, tmp_path / 'fewer', tmp_path / 'other'))
+        for folder in (shapes, tmp_path / 'fewer', tmp_path / 'other')
+    )
     for a, b, c in zip(first, fewer, other, strict=True):
         np.testing.assert_array_equal(a, b)
         assert (a != c).any()
@@ -100,11 +102,14 @@ def test_failure_leaves_nothing(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize('arguments, message', [
-    ({'num_images': 0}, 'num_images must be positive, got 0'),
-    ({'num_images': 1, 'image_size': (64, 16)}, 'image_size must be at least 32'),
-    ({'num_images': 1, 'seed': -1}, 'seed must not be negative, got -1'),
-])
+@pytest.mark.parametrize(
+    'arguments, message',
+    [
+        ({'num_images': 0}, 'num_images must be positive, got 0'),
+        ({'num_images': 1, 'image_size': (64, 16)}, 'image_size must be at least 32'),
+        ({'num_images': 1, 'seed': -1}, 'seed must not be negative, got -1'),
+    ],
+)
 def test_bad_arguments(tmp_path, arguments, message):
     with pytest.raises(UsageError, match=message):
         write_shapes(tmp_path / 'shapes', **arguments)
@@ -121,8 +126,14 @@ def test_without_pycocotools_says_what_to_install(shapes, tmp_path, monkeypatch)
 
 
 def annotation(id, category_id=7, segmentation=SQUARE, bbox=(10, 10, 20, 20), image_id=3, **more):
-    return {'id': id, 'image_id': image_id, 'category_id': category_id, 'bbox': list(bbox),
-            'segmentation': segmentation, **more}
+    return {
+        'id': id,
+        'image_id': image_id,
+        'category_id': category_id,
+        'bbox': list(bbox),
+        'segmentation': segmentation,
+        **more,
+    }
 
 
 def write_coco(folder, annotations, **content):
@@ -139,13 +150,18 @@ def write_coco(folder, annotations, **content):
 
 def test_other_peoples_annotations(tmp_path):
     counts = [0, 60 * 10, 60 * 70]  # the ten columns on the left, uncompressed
-    data = CocoInstances(write_coco(tmp_path, [
-        annotation(1),
-        annotation(2, 90, TRIANGLE, (0, 0, 60, 60)),
-        annotation(3, 90, {'size': [60, 80], 'counts': counts}, (0, 0, 10, 60), iscrowd=1),
-        annotation(4, 7, SQUARE, (10, 10, 0, 20)),
-        annotation(5, 7, SQUARE, (70, 50, 20, 20)),
-    ]))
+    data = CocoInstances(
+        write_coco(
+            tmp_path,
+            [
+                annotation(1),
+                annotation(2, 90, TRIANGLE, (0, 0, 60, 60)),
+                annotation(3, 90, {'size': [60, 80], 'counts': counts}, (0, 0, 10, 60), iscrowd=1),
+                annotation(4, 7, SQUARE, (10, 10, 0, 20)),
+                annotation(5, 7, SQUARE, (70, 50, 20, 20)),
+            ],
+        )
+    )
     assert data.classes == ['background', 'dog', 'cat']
     assert data.category_ids == [None, 7, 90]
     image, target = data[0]
@@ -200,7 +216,8 @@ def test_transforms_move_image_and_objects_together(shapes):
     torch.testing.assert_close(target2['masks'], target['masks'].flip(-1))
     torch.testing.assert_close(target2['boxes'][:, [2, 0]], 96 - target['boxes'][:, [0, 2]])
     torch.testing.assert_close(
-        CocoSemantic(shapes, v2.RandomHorizontalFlip(p=1))[0][1], CocoSemantic(shapes)[0][1].flip(-1))
+        CocoSemantic(shapes, v2.RandomHorizontalFlip(p=1))[0][1], CocoSemantic(shapes)[0][1].flip(-1)
+    )
 
 
 def test_loads_in_other_processes(shapes):
@@ -216,40 +233,49 @@ def test_semantic_labels_of_equal_areas():
     assert semantic_labels(masks, torch.tensor([1, 2, 3]))[:, 0].tolist() == [1, 2, 2, 3]
 
 
-@pytest.mark.parametrize('bad, message', [
-    (annotation(9, category_id=8), 'annotation 9 is of category 8'),
-    (annotation(9, image_id=8), 'annotation 9 is of image 8'),
-    (annotation(9, bbox=(1, 2, 3)), 'annotation 9 has bbox'),
-    (annotation(9, bbox=(1, 2, 3, float('nan'))), 'annotation 9 has bbox'),
-    (annotation(9, segmentation=[]), 'annotation 9 has no segmentation'),
-    (annotation(9, segmentation=[[1, 2, 3, 4]]), 'annotation 9 has no segmentation'),
-    ({'id': 9, 'image_id': 3, 'category_id': 7}, "an entry of 'annotations' has no bbox"),
-    ({'id': 9, 'image_id': 3}, "an entry of 'annotations' has no category_id"),
-    (5, "an entry of 'annotations' is no dictionary"),
-    (annotation(1), "2 entries of 'annotations' have id 1"),
-    (annotation('nine'), "id 'nine', which is no whole number"),
-    (annotation(True), 'id True, which is no whole number'),
-    (annotation(9, image_id=[3]), 'annotation 9 is of image'),
-    ({**annotation(9), 'bbox': None}, 'annotation 9 has bbox None'),
-    (annotation(9, bbox=(1, 2, '3', 4)), 'annotation 9 has bbox'),
-    (annotation(9, bbox=(30, 30, -10, -10)), 'annotation 9 .*negative width or height'),
-    (annotation(9, bbox=(1, 2, 3, 1e300)), 'annotation 9 .*far outside its image of 60 × 80'),
-    (annotation(9, bbox=(1, 2, 3, 10 ** 400)), 'annotation 9 has bbox'),
-    (annotation(9, iscrowd=None), 'annotation 9 has iscrowd None'),
-    (annotation(9, area=None), 'annotation 9 has area None'),
-    (annotation(9, segmentation=None, iscrowd=1), 'annotation 9 has no segmentation'),
-    (annotation(9, segmentation=[[1, 2, 3, 4, 5, None]]), 'annotation 9 has a polygon with other things'),
-    (annotation(9, segmentation=[[1, 2, 3, 4, 5, 1e9]]), 'annotation 9 has a polygon far outside'),
-    (annotation(9, segmentation={'size': [80, 60], 'counts': [4800]}), r'annotation 9 has run lengths of size \[80'),
-    (annotation(9, segmentation={'counts': [4800]}), 'annotation 9 has run lengths of size None'),
-    (annotation(9, segmentation={'size': [60, 80]}), 'annotation 9 has counts that are no run lengths: None'),
-    (annotation(9, segmentation={'size': [60, 80], 'counts': [100, 5]}), 'annotation 9 has run lengths of 105 pixels'),
-    (annotation(9, segmentation={'size': [60, 80], 'counts': [-1, 4801]}), 'annotation 9 has counts'),
-    (annotation(9, segmentation={'size': [60, 80], 'counts': '53'}), 'annotation 9 has run lengths of 8 pixels'),
-    (annotation(9, segmentation={'size': [60, 80], 'counts': 'é~'}), 'annotation 9 has counts'),
-    (annotation(9, segmentation={'size': [60, 80], 'counts': 'oooooooo5'}), 'annotation 9 has counts'),
-    (annotation(9, segmentation={'size': [60, 80], 'counts': 'o'}), 'annotation 9 has counts'),
-])
+@pytest.mark.parametrize(
+    'bad, message',
+    [
+        (annotation(9, category_id=8), 'annotation 9 is of category 8'),
+        (annotation(9, image_id=8), 'annotation 9 is of image 8'),
+        (annotation(9, bbox=(1, 2, 3)), 'annotation 9 has bbox'),
+        (annotation(9, bbox=(1, 2, 3, float('nan'))), 'annotation 9 has bbox'),
+        (annotation(9, segmentation=[]), 'annotation 9 has no segmentation'),
+        (annotation(9, segmentation=[[1, 2, 3, 4]]), 'annotation 9 has no segmentation'),
+        ({'id': 9, 'image_id': 3, 'category_id': 7}, "an entry of 'annotations' has no bbox"),
+        ({'id': 9, 'image_id': 3}, "an entry of 'annotations' has no category_id"),
+        (5, "an entry of 'annotations' is no dictionary"),
+        (annotation(1), "2 entries of 'annotations' have id 1"),
+        (annotation('nine'), "id 'nine', which is no whole number"),
+        (annotation(True), 'id True, which is no whole number'),
+        (annotation(9, image_id=[3]), 'annotation 9 is of image'),
+        ({**annotation(9), 'bbox': None}, 'annotation 9 has bbox None'),
+        (annotation(9, bbox=(1, 2, '3', 4)), 'annotation 9 has bbox'),
+        (annotation(9, bbox=(30, 30, -10, -10)), 'annotation 9 .*negative width or height'),
+        (annotation(9, bbox=(1, 2, 3, 1e300)), 'annotation 9 .*far outside its image of 60 × 80'),
+        (annotation(9, bbox=(1, 2, 3, 10**400)), 'annotation 9 has bbox'),
+        (annotation(9, iscrowd=None), 'annotation 9 has iscrowd None'),
+        (annotation(9, area=None), 'annotation 9 has area None'),
+        (annotation(9, segmentation=None, iscrowd=1), 'annotation 9 has no segmentation'),
+        (annotation(9, segmentation=[[1, 2, 3, 4, 5, None]]), 'annotation 9 has a polygon with other things'),
+        (annotation(9, segmentation=[[1, 2, 3, 4, 5, 1e9]]), 'annotation 9 has a polygon far outside'),
+        (
+            annotation(9, segmentation={'size': [80, 60], 'counts': [4800]}),
+            r'annotation 9 has run lengths of size \[80',
+        ),
+        (annotation(9, segmentation={'counts': [4800]}), 'annotation 9 has run lengths of size None'),
+        (annotation(9, segmentation={'size': [60, 80]}), 'annotation 9 has counts that are no run lengths: None'),
+        (
+            annotation(9, segmentation={'size': [60, 80], 'counts': [100, 5]}),
+            'annotation 9 has run lengths of 105 pixels',
+        ),
+        (annotation(9, segmentation={'size': [60, 80], 'counts': [-1, 4801]}), 'annotation 9 has counts'),
+        (annotation(9, segmentation={'size': [60, 80], 'counts': '53'}), 'annotation 9 has run lengths of 8 pixels'),
+        (annotation(9, segmentation={'size': [60, 80], 'counts': 'é~'}), 'annotation 9 has counts'),
+        (annotation(9, segmentation={'size': [60, 80], 'counts': 'oooooooo5'}), 'annotation 9 has counts'),
+        (annotation(9, segmentation={'size': [60, 80], 'counts': 'o'}), 'annotation 9 has counts'),
+    ],
+)
 def test_bad_annotations(tmp_path, bad, message):
     write_coco(tmp_path, [annotation(1), bad])
     with pytest.raises(UsageError, match=message):
@@ -259,17 +285,20 @@ def test_bad_annotations(tmp_path, bad, message):
 def test_objects_without_extent_are_named_and_left_out(tmp_path, caplog):
     """COCO itself has them, and torchvision's networks stop at them in the middle of an epoch."""
     bow_tie = [[10, 10, 30, 30, 30, 10, 10, 30]]
-    write_coco(tmp_path, [
-        annotation(1, segmentation=bow_tie),
-        annotation(2, bbox=(10, 10, 0, 20)),
-        annotation(3, bbox=(10, 10, 20, 1e-5)),
-        annotation(4, bbox=(90, 10, 20, 20)),
-        annotation(5, segmentation=[[1, 2, 11, 12, 5, 6]]),
-        annotation(6, segmentation={'size': [60, 80], 'counts': [4800]}),
-        annotation(7, bbox=(10, 10, 0, 20), iscrowd=1),
-    ])
+    write_coco(
+        tmp_path,
+        [
+            annotation(1, segmentation=bow_tie),
+            annotation(2, bbox=(10, 10, 0, 20)),
+            annotation(3, bbox=(10, 10, 20, 1e-5)),
+            annotation(4, bbox=(90, 10, 20, 20)),
+            annotation(5, segmentation=[[1, 2, 11, 12, 5, 6]]),
+            annotation(6, segmentation={'size': [60, 80], 'counts': [4800]}),
+            annotation(7, bbox=(10, 10, 0, 20), iscrowd=1),
+        ],
+    )
     data = CocoInstances(tmp_path)
-    message, = caplog.messages
+    (message,) = caplog.messages
     for i in range(2, 7):
         assert f"{i} of image '3.png'" in message
     assert '7 of image' not in message and '\n' not in message
@@ -282,7 +311,9 @@ def test_missing_and_broken_files(tmp_path):
     with pytest.raises(UsageError, match='there is no file of annotations'):
         CocoInstances(tmp_path)
     for broken, message in {
-        '{': 'JSONDecodeError', '[]': 'it holds a list', '{"images": 1}': "it has no list 'images'",
+        '{': 'JSONDecodeError',
+        '[]': 'it holds a list',
+        '{"images": 1}': "it has no list 'images'",
         '[' * 100_000: 'RecursionError',
         '{"images": []}': "it has no list 'categories'",
         '{"images": [{"id": 1}]}': "an entry of 'images' has no file_name",

@@ -1,4 +1,5 @@
 """Scores of detections, and the example that trains a detector."""
+
 import json
 import os
 import runpy
@@ -29,8 +30,11 @@ def data(tmp_path_factory):
 
 def perfect(target):
     return {
-        'boxes': target['boxes'].as_subclass(torch.Tensor), 'labels': target['labels'],
-        'scores': torch.ones(len(target['labels'])), 'masks': target['masks'][:, None].float()}
+        'boxes': target['boxes'].as_subclass(torch.Tensor),
+        'labels': target['labels'],
+        'scores': torch.ones(len(target['labels'])),
+        'masks': target['masks'][:, None].float(),
+    }
 
 
 def score(data, change):
@@ -53,9 +57,19 @@ def test_scores_of_worse_detections(data):
     wrong = score(data, lambda found: {**found, 'labels': found['labels'] % 3 + 1})
     assert wrong['box AP50'] < 0.3 and wrong['mask AP50'] < 0.3
     # a quarter of the width aside: an overlap of 60 %
-    shift = score(data, lambda found: {**found, 'boxes': torch.stack([
-        x + (found['boxes'][:, 2] - found['boxes'][:, 0]) / 4 * (i % 2 == 0)
-        for i, x in enumerate(found['boxes'].unbind(1))], dim=1)})
+    shift = score(
+        data,
+        lambda found: {
+            **found,
+            'boxes': torch.stack(
+                [
+                    x + (found['boxes'][:, 2] - found['boxes'][:, 0]) / 4 * (i % 2 == 0)
+                    for i, x in enumerate(found['boxes'].unbind(1))
+                ],
+                dim=1,
+            ),
+        },
+    )
     assert shift['box AP50'] == pytest.approx(1) and shift['box AP75'] == 0
     assert shift['mask AP75'] == pytest.approx(1)
     nothing = score(data, lambda found: {key: x[:0] for key, x in found.items()})
@@ -82,11 +96,19 @@ def test_reading_and_scoring_twice_gives_the_same(tmp_path):
     annotations = []
     for i, segmentation in enumerate(notations):
         Image.new('L', (80, 60)).save(tmp_path / 'images' / f'{i}.png')
-        annotations.append({
-            'id': i, 'image_id': i, 'category_id': 1, 'bbox': [10, 10, 21, 33], 'segmentation': segmentation})
-    annotations.append({
-        'id': 3, 'image_id': 0, 'category_id': 1, 'bbox': [50, 0, 30, 60], 'iscrowd': 1,
-        'segmentation': {'size': [60, 80], 'counts': [3000, 1800]}})
+        annotations.append(
+            {'id': i, 'image_id': i, 'category_id': 1, 'bbox': [10, 10, 21, 33], 'segmentation': segmentation}
+        )
+    annotations.append(
+        {
+            'id': 3,
+            'image_id': 0,
+            'category_id': 1,
+            'bbox': [50, 0, 30, 60],
+            'iscrowd': 1,
+            'segmentation': {'size': [60, 80], 'counts': [3000, 1800]},
+        }
+    )
     images = [{'id': i, 'file_name': f'{i}.png', 'height': 60, 'width': 80} for i in range(len(notations))]
     content = {'images': images, 'annotations': annotations, 'categories': [{'id': 1, 'name': 'thing'}]}
     (tmp_path / 'instances.json').write_text(json.dumps(content))
@@ -122,7 +144,7 @@ def test_validation_sees_one_image_at_a_time(tmp_path):
 
     class Model(torch.nn.Module):
         def forward(self, images):
-            image, = images
+            (image,) = images
             index = next(i for i in range(len(data)) if torch.equal(data[i][0], image))
             return [perfect(data[index][1])]
 
@@ -155,23 +177,40 @@ def test_example_on_a_coco_folder_without_masks(tmp_path):
     for seed, split in enumerate(('train', 'val')):
         write_shapes(tmp_path / 'data' / split, 2, 64, seed)
     scores = run_example(
-        *TINY, '--data', tmp_path / 'data', '--boxes-only', '--attention', 'issa', '--levels', 'fpn4', '--backbone',
-        'resnet18', '--output', tmp_path / 'out')
+        *TINY,
+        '--data',
+        tmp_path / 'data',
+        '--boxes-only',
+        '--attention',
+        'issa',
+        '--levels',
+        'fpn4',
+        '--backbone',
+        'resnet18',
+        '--output',
+        tmp_path / 'out',
+    )
     assert set(scores) == {'box AP', 'box AP50', 'box AP75'}
     assert {p.name for p in (tmp_path / 'out').iterdir()} == {'last.pth', 'predictions.png'}
 
 
-@pytest.mark.parametrize('arguments, message', [
-    (['--epochs', 0], '--epochs must be positive, got 0'),
-    (['--batch-size', 5], '--batch-size 5 is more than the 4 training images'),
-    (['--data', 'nowhere'], "there is no folder 'nowhere'"),
-    (['--backbone', 'flatten_pvt_v2_b9'], "unknown model 'flatten_pvt_v2_b9'"),
-    (['--backbone', 'vit_small_patch14_dinov2'], 'with --backbone vit_small_patch14_dinov2: a feature pyramid needs'),
-    (['--workers', -1], '--workers must not be negative, got -1'),
-    (['--lr', 0], '--lr must be positive, got 0'),
-    (['--device', 'abacus'], '--device abacus: '),
-    (['--lr', 1e20, '--epochs', 2], 'try a lower --lr'),
-])
+@pytest.mark.parametrize(
+    'arguments, message',
+    [
+        (['--epochs', 0], '--epochs must be positive, got 0'),
+        (['--batch-size', 5], '--batch-size 5 is more than the 4 training images'),
+        (['--data', 'nowhere'], "there is no folder 'nowhere'"),
+        (['--backbone', 'flatten_pvt_v2_b9'], "unknown model 'flatten_pvt_v2_b9'"),
+        (
+            ['--backbone', 'vit_small_patch14_dinov2'],
+            'with --backbone vit_small_patch14_dinov2: a feature pyramid needs',
+        ),
+        (['--workers', -1], '--workers must not be negative, got -1'),
+        (['--lr', 0], '--lr must be positive, got 0'),
+        (['--device', 'abacus'], '--device abacus: '),
+        (['--lr', 1e20, '--epochs', 2], 'try a lower --lr'),
+    ],
+)
 def test_bad_arguments_of_the_example(tmp_path, arguments, message):
     with pytest.raises(UsageError, match=message):
         run_example(*TINY, '--output', tmp_path, *arguments)
@@ -207,8 +246,21 @@ def test_unlike_categories(tmp_path):
 @pytest.mark.slow
 def test_mask_rcnn_with_attention_learns(tmp_path):
     environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
-    subprocess.run([
-        sys.executable, SCRIPT, '--backbone', 'flatten_pvt_v2_b0', '--attention', 'ea', '--levels', *LEVELS,
-        '--output', tmp_path], env=environment, check=True)
+    subprocess.run(
+        [
+            sys.executable,
+            SCRIPT,
+            '--backbone',
+            'flatten_pvt_v2_b0',
+            '--attention',
+            'ea',
+            '--levels',
+            *LEVELS,
+            '--output',
+            tmp_path,
+        ],
+        env=environment,
+        check=True,
+    )
     scores = torch.load(tmp_path / 'last.pth')['scores']
     assert scores['box AP50'] >= 0.5 and scores['mask AP50'] >= 0.4

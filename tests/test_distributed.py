@@ -1,4 +1,5 @@
 """Two processes that train together: as good as one, exact, and never hanging."""
+
 import csv
 import os
 import shlex
@@ -31,8 +32,8 @@ from .tiny_images import write_images, write_parquet, write_shards, write_tars
 
 ROOT = Path(__file__).parents[1]
 TINY = shlex.split(
-    '--num-classes 3 --img-size 32 -j 0 --epochs 3 --warmup-epochs 1 --device cpu --experiment run '
-    '--checkpoint-hist 2')
+    '--num-classes 3 --img-size 32 -j 0 --epochs 3 --warmup-epochs 1 --device cpu --experiment run --checkpoint-hist 2'
+)
 RESNET = ('--model', 'test_resnet', '-b', '6', '--lr', '0.02')
 RANDOM = shlex.split('--mixup 0.4 --drop 0.2 --reprob 0.5 --model-ema --model-ema-decay 0.9')
 
@@ -61,6 +62,7 @@ def epochs_permutation(self):
 
 # The same as one process
 
+
 def train_all(output: Path, images: Path, runs: dict[str, str]) -> list[int]:
     return [train(output / name, images, *shlex.split(options)) for name, options in runs.items()]
 
@@ -75,7 +77,8 @@ def test_two_processes_learn_what_one_learns(tmp_path, images, monkeypatch):
     }
     alike = '--no-aug --synchronize-step --epochs 2 -b'
     outcomes = in_processes(
-        tmp_path, train_all, tmp_path / 'two', images, {n: f'{o} {alike} 3' for n, o in runs.items()})
+        tmp_path, train_all, tmp_path / 'two', images, {n: f'{o} {alike} 3' for n, o in runs.items()}
+    )
     assert [outcome.result for outcome in outcomes] == [[0] * len(runs)] * 2, outcomes
     monkeypatch.setattr(RandomSampler, 'set_epoch', lambda self, epoch: setattr(self, 'epoch', epoch), raising=False)
     monkeypatch.setattr(RandomSampler, '__iter__', epochs_permutation)
@@ -129,9 +132,11 @@ def test_statistics_of_batch_norm(tmp_path, images):
 
 # Data
 
+
 def seen(root: Path, layouts: dict[str, list[str]], more: list[str]) -> dict[str, list[list[int]]]:
     """What this process gets of the images of each layout, in an epoch of training and in validation."""
     import datasets
+
     datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0.1  # seconds, after a shuffled stream left before its end
     distributed.join(torch.device('cpu'))
     found = {}
@@ -139,10 +144,18 @@ def seen(root: Path, layouts: dict[str, list[str]], more: list[str]) -> dict[str
         argv = ['--num-classes', '3', '--img-size', '24', '-b', '3', '--no-prefetcher', *options, *more]
         args = train_parser().parse_with_config(argv)
         train_set, eval_set = open_splits(args, 3, channels=3)
-        config = {'input_size': (3, 24, 24), 'mean': (0,), 'std': (1,), 'crop_pct': 1, 'crop_mode': 'center',
-                  'interpolation': 'nearest'}
-        loaders = [training_loader(args, 3, train_set, config, Numerics(torch.device('cpu'))),
-                   evaluation_loader(args, eval_set, config, Numerics(torch.device('cpu')), args.batch_size)]
+        config = {
+            'input_size': (3, 24, 24),
+            'mean': (0,),
+            'std': (1,),
+            'crop_pct': 1,
+            'crop_mode': 'center',
+            'interpolation': 'nearest',
+        }
+        loaders = [
+            training_loader(args, 3, train_set, config, Numerics(torch.device('cpu'))),
+            evaluation_loader(args, eval_set, config, Numerics(torch.device('cpu')), args.batch_size),
+        ]
         found[name] = []
         for loader in loaders:
             limit = evaluation_sample_limit(loader)
@@ -185,13 +198,14 @@ def test_repeated_augmentation_shows_an_image_to_both_processes(tmp_path, images
     outcomes = in_processes(tmp_path, seen, tmp_path, {'folder': [str(images)]}, more)
     first, second = (outcome.result['folder'][0] for outcome in outcomes)
     assert len(first) == len(second) == 12
-    together = [set(first[i:i + 3]) | set(second[i:i + 3]) for i in range(0, 12, 3)]
+    together = [set(first[i : i + 3]) | set(second[i : i + 3]) for i in range(0, 12, 3)]
     assert [len(batch) for batch in together] == [2] * 4  # six places for two images, three times each
     assert len(set(first + second)) == 8
     assert len(set(first) & set(second)) == 8
 
 
 # Files
+
 
 def train_watched(output: Path, images: Path) -> list[str]:
     """What this process writes while it trains."""
@@ -219,6 +233,7 @@ def test_only_the_first_process_writes(tmp_path, images):
 
 # Interruptions
 
+
 def whole_and_in_parts(output: Path, images: Path, options: list[str], rank: int, update: int) -> list[int]:
     """A run, and the same one that SIGTERM to one of its processes interrupts at an update, and that goes on."""
     original, updates = trainer.Trainer._update, []
@@ -237,10 +252,13 @@ def whole_and_in_parts(output: Path, images: Path, options: list[str], rank: int
     return [*statuses, recovered, len(updates)]
 
 
-@pytest.mark.parametrize('options, rank, update, recovered', [
-    (['--model', 'test_convnext', *RANDOM], 1, 3, 'recovery-1-1.pth.tar'),
-    (['--drop', '0.2', '--no-ddp-bb', '--dist-bn', '', '--model-ema', '-j', '1'], 0, 4, 'recovery-1-2.pth.tar'),
-])
+@pytest.mark.parametrize(
+    'options, rank, update, recovered',
+    [
+        (['--model', 'test_convnext', *RANDOM], 1, 3, 'recovery-1-1.pth.tar'),
+        (['--drop', '0.2', '--no-ddp-bb', '--dist-bn', '', '--model-ema', '-j', '1'], 0, 4, 'recovery-1-2.pth.tar'),
+    ],
+)
 def test_interrupted_run_ends_like_one_that_was_not(tmp_path, images, options, rank, update, recovered):
     """Also the statistics and random numbers of the second process, whose BN layers and dropout are its own."""
     outcomes = in_processes(tmp_path, whole_and_in_parts, tmp_path, images, [*RESNET, *options], rank, update)
@@ -278,18 +296,27 @@ def test_interruption_in_validation_and_another_number_of_processes(tmp_path, im
 
 # Failures
 
+
 def exits(output: Path, images: Path, *argv) -> None:
     distributed.time.sleep = lambda seconds: None
     sys.exit(train(output, images, *RESNET, *argv))
 
 
-@pytest.mark.parametrize('argv, message', [
-    (('--epoch', 3), "unknown option '--epoch'; did you mean --epochs, --start-epoch, --reprob?"),
-    (('--num-classes', 4), 'the data has 3 classes but test_resnet has 4: give --num-classes 3, or name all classes in '
-                           '--class-map'),
-    (('-b', 13), '--batch-size 13 in 2 processes is too many: there are 24 training images'),
-    (('--opt', 'adahessian'), '--opt adahessian needs second derivatives, which DistributedDataParallel does not have'),
-])
+@pytest.mark.parametrize(
+    'argv, message',
+    [
+        (('--epoch', 3), "unknown option '--epoch'; did you mean --epochs, --start-epoch, --reprob?"),
+        (
+            ('--num-classes', 4),
+            'the data has 3 classes but test_resnet has 4: give --num-classes 3, or name all classes in --class-map',
+        ),
+        (('-b', 13), '--batch-size 13 in 2 processes is too many: there are 24 training images'),
+        (
+            ('--opt', 'adahessian'),
+            '--opt adahessian needs second derivatives, which DistributedDataParallel does not have',
+        ),
+    ],
+)
 def test_mistake_of_all_processes_is_reported_once(tmp_path, images, argv, message):
     outcomes = in_processes(tmp_path, exits, tmp_path / 'output', images, *argv)
     assert [outcome.status for outcome in outcomes] == [2, 2]
@@ -313,7 +340,8 @@ def test_unreadable_image_of_one_process_ends_both(tmp_path, images):
     lines = ''.join(outcome.said for outcome in outcomes).splitlines()
     assert not any('Traceback' in line for line in lines)
     assert [line for line in lines if line.startswith('error')] == [
-        f"error: cannot read the image '{bad}/train/red/3.png'; remove or replace it"]
+        f"error: cannot read the image '{bad}/train/red/3.png'; remove or replace it"
+    ]
 
 
 def diverges(output: Path, images: Path) -> None:
@@ -336,7 +364,8 @@ def test_divergence_of_one_process_ends_both(tmp_path, images):
     last = tmp_path / 'output' / 'run' / 'last.pth.tar'
     assert [line for outcome in outcomes for line in outcome.said.splitlines() if line.startswith('error')] == [
         'error: epoch 1/3: the loss of batch 1 is nan; try a lower --lr than 0.02, more --warmup-epochs or '
-        f'--clip-grad 1; the last complete checkpoint is {last}']
+        f'--clip-grad 1; the last complete checkpoint is {last}'
+    ]
     assert torch.load(last, weights_only=True)['epoch'] == 0
 
 
@@ -396,6 +425,7 @@ def test_more_processes_than_devices_without_torchrun(monkeypatch):
 
 
 # torchrun itself
+
 
 def torchrun(*argv) -> subprocess.Popen:
     environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)}

@@ -15,7 +15,8 @@ def test_official_output(name, dtype, tolerance):
     reference = load_reference(name)
     args = reference.description['arguments']
     module = EfficientAttention(
-        args['in_channels'], args['key_channels'], args['value_channels'], num_heads=args['head_count'], dtype=dtype)
+        args['in_channels'], args['key_channels'], args['value_channels'], num_heads=args['head_count'], dtype=dtype
+    )
     module.load_state_dict(reference.state_dict)  # the names are the official ones
     assert relative_error(module(reference.input.to(dtype)), reference.outputs['output']) < tolerance
 
@@ -65,7 +66,8 @@ def test_heads_are_those_of_separate_modules():
         one = EfficientAttention(12, 4, 6, residual=False)
         for name in ('keys', 'queries', 'values'):
             getattr(one, name).load_state_dict(
-                {n: p.chunk(2)[head] for n, p in getattr(module, name).state_dict().items()})
+                {n: p.chunk(2)[head] for n, p in getattr(module, name).state_dict().items()}
+            )
         one.reprojection = torch.nn.Identity()
         torch.testing.assert_close(one(x), module(x).chunk(2, dim=1)[head])
 
@@ -91,17 +93,20 @@ def test_memory_is_linear_in_positions():
 
 
 @pytest.mark.parametrize('cls', [EfficientAttention, NonLocalAttention])
-@pytest.mark.parametrize('kwargs, message', [
-    ({'dim': 0}, 'dim must be positive, got 0'),
-    ({'key_dim': -8}, 'key_dim must be positive, got -8'),
-    ({'value_dim': 0}, 'value_dim must be positive, got 0'),
-    ({'num_heads': 0}, 'num_heads must be positive, got 0'),
-    ({'num_heads': 3}, 'key_dim 64 must be divisible by num_heads 3'),
-    ({'key_dim': 12, 'num_heads': 3}, 'value_dim 64 must be divisible by num_heads 3'),
-    ({'normalization': 'sigmoid'}, "normalization must be one of .*, got 'sigmoid'"),
-    ({'spatial_dims': 4}, 'spatial_dims must be one of .*, got 4'),
-    ({'reproject': False}, 'reproject=False needs value_dim equal to dim 32, got 64'),
-])
+@pytest.mark.parametrize(
+    'kwargs, message',
+    [
+        ({'dim': 0}, 'dim must be positive, got 0'),
+        ({'key_dim': -8}, 'key_dim must be positive, got -8'),
+        ({'value_dim': 0}, 'value_dim must be positive, got 0'),
+        ({'num_heads': 0}, 'num_heads must be positive, got 0'),
+        ({'num_heads': 3}, 'key_dim 64 must be divisible by num_heads 3'),
+        ({'key_dim': 12, 'num_heads': 3}, 'value_dim 64 must be divisible by num_heads 3'),
+        ({'normalization': 'sigmoid'}, "normalization must be one of .*, got 'sigmoid'"),
+        ({'spatial_dims': 4}, 'spatial_dims must be one of .*, got 4'),
+        ({'reproject': False}, 'reproject=False needs value_dim equal to dim 32, got 64'),
+    ],
+)
 def test_bad_arguments(cls, kwargs, message):
     with pytest.raises(ValueError, match=message):
         cls(**{'dim': 32, **kwargs})

@@ -1,4 +1,5 @@
 """Exported files: outputs as of the model, also at sizes that the export has not seen, and what is beside them."""
+
 import itertools
 import json
 import sys
@@ -57,10 +58,14 @@ def assert_same(path, network, shapes, tolerance=1e-4):
 BATCHES = [('flatten_cswin_t', 'features', 'onnx'), ('nl_resnet50', 'classification', 'pt2')]
 
 
-@pytest.mark.parametrize(('name', 'task', 'format'), [
-    case if case in BATCHES else pytest.param(*case, marks=pytest.mark.slow)
-    for name in (*SMALL, *RESNETS)
-    for case in ((name, 'features', 'onnx'), (name, 'classification', 'pt2'))])
+@pytest.mark.parametrize(
+    ('name', 'task', 'format'),
+    [
+        case if case in BATCHES else pytest.param(*case, marks=pytest.mark.slow)
+        for name in (*SMALL, *RESNETS)
+        for case in ((name, 'features', 'onnx'), (name, 'classification', 'pt2'))
+    ],
+)
 def test_one_file_for_many_batches(name, task, format, tmp_path):
     model = create_shallow(name)
     path = tmp_path / f'model.{format}'
@@ -72,9 +77,13 @@ def test_one_file_for_many_batches(name, task, format, tmp_path):
 QUICK = [('flatten_deit_t', 'features', 'onnx'), ('ea_resnet50', 'features', 'pt2')]
 
 
-@pytest.mark.parametrize(('name', 'task', 'format'), [
-    case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow)
-    for case in itertools.product((*SMALL, *RESNETS), ('classification', 'features'), ('onnx', 'pt2'))])
+@pytest.mark.parametrize(
+    ('name', 'task', 'format'),
+    [
+        case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow)
+        for case in itertools.product((*SMALL, *RESNETS), ('classification', 'features'), ('onnx', 'pt2'))
+    ],
+)
 def test_one_file_for_many_sizes(name, task, format, tmp_path):
     model = create_shallow(name, **dynamic(name))
     path = tmp_path / f'model.{format}'
@@ -82,9 +91,13 @@ def test_one_file_for_many_sizes(name, task, format, tmp_path):
     assert_same(path, feature_network(model) if task == 'features' else model, UNSEEN)
 
 
-@pytest.mark.parametrize(('name', 'opset'), [
-    case if case == ('flatten_deit_t', 17) else pytest.param(*case, marks=pytest.mark.slow)
-    for case in itertools.product((*SMALL, *RESNETS), OPSETS)])
+@pytest.mark.parametrize(
+    ('name', 'opset'),
+    [
+        case if case == ('flatten_deit_t', 17) else pytest.param(*case, marks=pytest.mark.slow)
+        for case in itertools.product((*SMALL, *RESNETS), OPSETS)
+    ],
+)
 def test_opsets(name, opset, tmp_path):
     """Each in the file format of its time, and as onnxruntime's tools expect."""
     path = tmp_path / 'model.onnx'
@@ -118,8 +131,7 @@ def test_another_opset_than_asked_for(tmp_path, monkeypatch):
 
 
 def test_shifted_windows_leave_the_size_open(tmp_path):
-    model = create_small(
-        'flatten_swin_t', depths=(2,), num_heads=(1,), attn_types='softmax', dynamic_img_size=True)
+    model = create_small('flatten_swin_t', depths=(2,), num_heads=(1,), attn_types='softmax', dynamic_img_size=True)
     path = tmp_path / 'swin.pt2'
     assert export(model, path, 'classification', 'pt2', (50, 76), 'both') < 1e-4
     assert_same(path, model, UNSEEN)
@@ -187,10 +199,17 @@ def write_images(folder, number=8):
         Image.fromarray(generator.integers(0, 256, (40, 48, 3), dtype=np.uint8)).save(folder / str(i % 2) / f'{i}.png')
 
 
-@pytest.mark.parametrize(('name', 'options'), [
-    ('flatten_pvt_v2_b0', ()),
-    *(pytest.param(name, options, marks=pytest.mark.slow) for name in (*SMALL, *RESNETS)
-      for options in (('--opset', 17), ('--task', 'features', '--dynamic', 'both')))])
+@pytest.mark.parametrize(
+    ('name', 'options'),
+    [
+        ('flatten_pvt_v2_b0', ()),
+        *(
+            pytest.param(name, options, marks=pytest.mark.slow)
+            for name in (*SMALL, *RESNETS)
+            for options in (('--opset', 17), ('--task', 'features', '--dynamic', 'both'))
+        ),
+    ],
+)
 def test_int8(name, options, tmp_path, capsys, monkeypatch):
     """Products with weights have both inputs in 8 bits, with scales as TensorRT wants them; nothing else is rounded."""
     kwargs = dynamic(name) if 'both' in options else {}
@@ -226,25 +245,54 @@ def test_int8(name, options, tmp_path, capsys, monkeypatch):
 def test_int8_of_a_trained_network(tmp_path):
     data, output = tmp_path / 'digits', tmp_path / 'output'
     write_digits(data)
-    train([
-        '--config', str(Path(__file__).parent.parent / 'configs/quickstart.yaml'), '--model', 'flatten_pvt_v2_b0',
-        '--data-dir', str(data), '--output', str(output), '--experiment', 'run', '--epochs', '4', '--workers', '0'])
+    train(
+        [
+            '--config',
+            str(Path(__file__).parent.parent / 'configs/quickstart.yaml'),
+            '--model',
+            'flatten_pvt_v2_b0',
+            '--data-dir',
+            str(data),
+            '--output',
+            str(output),
+            '--experiment',
+            'run',
+            '--epochs',
+            '4',
+            '--workers',
+            '0',
+        ]
+    )
     path = tmp_path / 'model.onnx'
-    assert run_export(
-        'flatten_pvt_v2_b0', '--checkpoint', output / 'run' / 'model_best.pth.tar', '--int8', data / 'train',
-        '--img-size', 32, '-o', path) == 0
+    assert (
+        run_export(
+            'flatten_pvt_v2_b0',
+            '--checkpoint',
+            output / 'run' / 'model_best.pth.tar',
+            '--int8',
+            data / 'train',
+            '--img-size',
+            32,
+            '-o',
+            path,
+        )
+        == 0
+    )
     about = json.loads(description_of(path).read_text())
     assert about['outputs'] == [{'name': 'logits', 'classes': 10, 'label_names': [str(i) for i in range(10)]}]
     assert about['int8']['images'] == 256
     assert about['int8']['top1_agreement'] >= 0.97 and about['int8']['largest_difference'] < 0.1
 
 
-@pytest.mark.parametrize(('options', 'message'), [
-    ((), 'must hold at least two images'),
-    (('--opset', 21), '--opset 21: files of --int8 run with opset 20 or less'),
-    (('--half',), '--int8 starts from --format onnx in float32'),
-    (('--format', 'pt2'), '--int8 starts from --format onnx in float32'),
-])
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        ((), 'must hold at least two images'),
+        (('--opset', 21), '--opset 21: files of --int8 run with opset 20 or less'),
+        (('--half',), '--int8 starts from --format onnx in float32'),
+        (('--format', 'pt2'), '--int8 starts from --format onnx in float32'),
+    ],
+)
 def test_int8_of_what_cannot_be(options, message, tmp_path, capsys):
     write_images(tmp_path / 'images', number=1)
     path = tmp_path / f'model.{"pt2" if "pt2" in options else "onnx"}'
@@ -277,13 +325,24 @@ def test_command_and_description(tmp_path, capsys):
     assert about['model'].startswith('resnet18') and about['weights'] == 'untrained'
     assert about['task'] == 'features' and about['largest_difference'] < 1e-4
     assert about['input'] == {
-        'name': 'image', 'shape': ['batch', 3, 'height', 'width'], 'size': [64, 96], 'dtype': 'float32'}
+        'name': 'image',
+        'shape': ['batch', 3, 'height', 'width'],
+        'size': [64, 96],
+        'dtype': 'float32',
+    }
     assert [(o['name'], o['channels'], o['stride']) for o in about['outputs']] == [
-        (f'feature_{i}', c, s) for i, (c, s) in enumerate(
-            zip(model.feature_info.channels(), model.feature_info.reduction(), strict=True), start=1)]
+        (f'feature_{i}', c, s)
+        for i, (c, s) in enumerate(
+            zip(model.feature_info.channels(), model.feature_info.reduction(), strict=True), start=1
+        )
+    ]
     assert about['preprocessing'] == {
-        'mean': list(config['mean']), 'std': list(config['std']), 'interpolation': config['interpolation'],
-        'crop_pct': config['crop_pct'], 'crop_mode': config['crop_mode']}
+        'mean': list(config['mean']),
+        'std': list(config['std']),
+        'interpolation': config['interpolation'],
+        'crop_pct': config['crop_pct'],
+        'crop_mode': config['crop_mode'],
+    }
     assert about['versions']['torch'] == torch.__version__.partition('+')[0] and 'onnxruntime' in about['versions']
     graph = onnx.load(path)
     assert about['opset'] == next(o.version for o in graph.opset_import if not o.domain)
@@ -310,11 +369,23 @@ def test_checkpoint(format, tmp_path):
     names = list('abcdefg')
     torch.save(
         {'state_dict': trained.state_dict(), 'args': {'model_kwargs': {'depth': 2}}, 'label_names': names},
-        tmp_path / 'last.pth.tar')
+        tmp_path / 'last.pth.tar',
+    )
     path = tmp_path / f'deit.{format}'
-    assert run_export(
-        'flatten_deit_t', '--checkpoint', tmp_path / 'last.pth.tar', '--img-size', 64, '--format', format, '-o', path,
-    ) == 0
+    assert (
+        run_export(
+            'flatten_deit_t',
+            '--checkpoint',
+            tmp_path / 'last.pth.tar',
+            '--img-size',
+            64,
+            '--format',
+            format,
+            '-o',
+            path,
+        )
+        == 0
+    )
     about = json.loads(description_of(path).read_text())
     assert about['outputs'] == [{'name': 'logits', 'classes': 7, 'label_names': names}]
     assert about['weights'] == 'last.pth.tar'
@@ -328,15 +399,19 @@ def test_checkpoint_of_a_model_of_timm(tmp_path):
     torch.save(trained.state_dict(), tmp_path / 'weights.pth')
     path = tmp_path / 'model.pt2'
     weights = tmp_path / 'weights.pth'
-    assert run_export(
-        'test_resnet', '--checkpoint', weights, '--format', 'pt2', '--img-size', 32, '-o', path) == 0
+    assert run_export('test_resnet', '--checkpoint', weights, '--format', 'pt2', '--img-size', 32, '-o', path) == 0
     assert_same(path, trained, [(1, 32, 32)], tolerance=1e-6)
     assert run_export('resnet18', '--checkpoint', weights, '--format', 'pt2', '-o', tmp_path / 'other.pt2') == 2
 
 
-@pytest.mark.parametrize(('name', 'format'), [
-    ('flatten_pvt_t', 'onnx'), ('ea_resnet50', 'pt2'),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (('flatten_pvt_t', 'pt2'), ('ea_resnet50', 'onnx')))])
+@pytest.mark.parametrize(
+    ('name', 'format'),
+    [
+        ('flatten_pvt_t', 'onnx'),
+        ('ea_resnet50', 'pt2'),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (('flatten_pvt_t', 'pt2'), ('ea_resnet50', 'onnx'))),
+    ],
+)
 def test_half(name, format, tmp_path):
     path = tmp_path / f'half.{format}'
     model = create_shallow(name)
@@ -375,8 +450,14 @@ def test_a_wrong_file_does_not_stay(wrong, format, tmp_path, monkeypatch):
 def test_graph_that_depends_on_the_size(tmp_path):
     """timm's own Swin; that of the zoo has no such limit."""
     model = timm.create_model(
-        'swin_tiny_patch4_window7_224', depths=(2,), num_heads=(1,), embed_dim=8, window_size=2, img_size=64,
-        strict_img_size=False).eval()
+        'swin_tiny_patch4_window7_224',
+        depths=(2,),
+        num_heads=(1,),
+        embed_dim=8,
+        window_size=2,
+        img_size=64,
+        strict_img_size=False,
+    ).eval()
     with pytest.raises(UsageError, match="--dynamic size: the graph of 'swin_tiny_.*' depends on the .*--img-size"):
         export(model, tmp_path / 'swin.pt2', format='pt2', img_size=(64, 64), dynamic='size')
     assert list(tmp_path.iterdir()) == []
@@ -390,16 +471,22 @@ def test_no_feature_maps():
         feature_network(model)
 
 
-@pytest.mark.parametrize('arguments, message', [
-    (('test_resnet', '-o', 'model.pt2'), "-o 'model.pt2': the name of a file of --format onnx ends in .onnx"),
-    (('test_resnet', '-o', 'model.onnx', '--img-size', 0), '--img-size must be one or two positive numbers, got 0'),
-    (('test_resnet', '-o', 'model.onnx', '--img-size', 40, 31, '--dynamic', 'size'), 'needs at least 32 each way'),
-    (('test_resnet', '--format', 'pt2', '-o', '/proc/model.pt2', '--img-size', 32), "cannot write '/proc/model.pt2': "),
-    (('test_resne', '-o', 'model.onnx'), "unknown model 'test_resne'; did you mean test_resnet"),
-    (('flatten_swin_t', '-o', 'model.onnx', '--img-size', 3), "cannot build 'flatten_swin_t'"),
-    (('test_resnet', '-o', 'model.onnx', '--checkpoint', 'none.pth'), "there is no file 'none.pth'"),
-    (('test_efficientnet', '-o', 'model.onnx', '--pretrained', '--checkpoint', 'none.pth'), 'not allowed with'),
-])
+@pytest.mark.parametrize(
+    'arguments, message',
+    [
+        (('test_resnet', '-o', 'model.pt2'), "-o 'model.pt2': the name of a file of --format onnx ends in .onnx"),
+        (('test_resnet', '-o', 'model.onnx', '--img-size', 0), '--img-size must be one or two positive numbers, got 0'),
+        (('test_resnet', '-o', 'model.onnx', '--img-size', 40, 31, '--dynamic', 'size'), 'needs at least 32 each way'),
+        (
+            ('test_resnet', '--format', 'pt2', '-o', '/proc/model.pt2', '--img-size', 32),
+            "cannot write '/proc/model.pt2': ",
+        ),
+        (('test_resne', '-o', 'model.onnx'), "unknown model 'test_resne'; did you mean test_resnet"),
+        (('flatten_swin_t', '-o', 'model.onnx', '--img-size', 3), "cannot build 'flatten_swin_t'"),
+        (('test_resnet', '-o', 'model.onnx', '--checkpoint', 'none.pth'), "there is no file 'none.pth'"),
+        (('test_efficientnet', '-o', 'model.onnx', '--pretrained', '--checkpoint', 'none.pth'), 'not allowed with'),
+    ],
+)
 def test_mistakes_are_one_line_and_status_2(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     try:

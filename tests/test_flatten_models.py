@@ -1,4 +1,5 @@
 """The FLatten networks: official outputs, conversion of official checkpoints, and timm's ways of using a model."""
+
 import inspect
 import math
 import sys
@@ -27,18 +28,34 @@ from .reference import load_reference
 
 # official parameters in millions (less PVT's unused norm) and multiply-accumulates in billions
 COSTS = {
-    'flatten_pvt_t': (12.15, 2.04), 'flatten_pvt_s': (21.67, 4.03), 'flatten_pvt_m': (37.24, 7.04),
+    'flatten_pvt_t': (12.15, 2.04),
+    'flatten_pvt_s': (21.67, 4.03),
+    'flatten_pvt_m': (37.24, 7.04),
     'flatten_pvt_b': (50.65, 10.38),
-    'flatten_pvt_v2_b0': (3.59, 0.58), 'flatten_pvt_v2_b1': (12.93, 2.22), 'flatten_pvt_v2_b2': (22.55, 4.25),
-    'flatten_pvt_v2_b3': (38.27, 7.28), 'flatten_pvt_v2_b4': (51.84, 10.68), 'flatten_pvt_v2_b5': (67.06, 12.44),
-    'flatten_swin_t': (29.19, 4.48), 'flatten_swin_s': (50.51, 8.73), 'flatten_swin_b': (88.97, 15.42),
+    'flatten_pvt_v2_b0': (3.59, 0.58),
+    'flatten_pvt_v2_b1': (12.93, 2.22),
+    'flatten_pvt_v2_b2': (22.55, 4.25),
+    'flatten_pvt_v2_b3': (38.27, 7.28),
+    'flatten_pvt_v2_b4': (51.84, 10.68),
+    'flatten_pvt_v2_b5': (67.06, 12.44),
+    'flatten_swin_t': (29.19, 4.48),
+    'flatten_swin_s': (50.51, 8.73),
+    'flatten_swin_b': (88.97, 15.42),
     'flatten_swin_b_384': (91.43, 46.38),
-    'flatten_cswin_t': (21.20, 4.32), 'flatten_cswin_s': (35.45, 6.78), 'flatten_cswin_b': (74.87, 14.91),
+    'flatten_cswin_t': (21.20, 4.32),
+    'flatten_cswin_s': (35.45, 6.78),
+    'flatten_cswin_b': (74.87, 14.91),
     'flatten_cswin_b_384': (78.37, 46.30),
-    'flatten_deit_t': (6.19, 1.14), 'flatten_deit_s': (22.98, 4.36),  # not official
+    'flatten_deit_t': (6.19, 1.14),
+    'flatten_deit_s': (22.98, 4.36),  # not official
 }
 RELEASED = {
-    'flatten_pvt_t', 'flatten_pvt_v2_b0', 'flatten_swin_t', 'flatten_swin_s', 'flatten_swin_b', 'flatten_swin_b_384',
+    'flatten_pvt_t',
+    'flatten_pvt_v2_b0',
+    'flatten_swin_t',
+    'flatten_swin_s',
+    'flatten_swin_b',
+    'flatten_swin_b_384',
     'flatten_cswin_t',
 }
 families = pytest.mark.parametrize('name', SMALL)
@@ -73,10 +90,18 @@ def saved_tensors():
         yield saved
 
 
-@pytest.mark.parametrize('name', [
-    'flatten_pvt_t', 'flatten_pvt_s', 'flatten_pvt_v2_b0', 'flatten_pvt_v2_b1', 'flatten_swin_t', 'flatten_cswin_t',
-    pytest.param('flatten_swin_b_384', marks=pytest.mark.slow),
-])
+@pytest.mark.parametrize(
+    'name',
+    [
+        'flatten_pvt_t',
+        'flatten_pvt_s',
+        'flatten_pvt_v2_b0',
+        'flatten_pvt_v2_b1',
+        'flatten_swin_t',
+        'flatten_cswin_t',
+        pytest.param('flatten_swin_b_384', marks=pytest.mark.slow),
+    ],
+)
 def test_official_outputs(name):
     reference = load_reference(name)
     model = timm.create_model(name).eval().double()
@@ -93,8 +118,10 @@ def test_official_outputs(name):
             assert (value - expected).abs().max() <= tolerance * expected.abs().max(), (key, dtype)
 
 
-@pytest.mark.parametrize('name', [
-    name if name in (*SMALL, 'flatten_swin_b_384') else pytest.param(name, marks=pytest.mark.slow) for name in COSTS])
+@pytest.mark.parametrize(
+    'name',
+    [name if name in (*SMALL, 'flatten_swin_b_384') else pytest.param(name, marks=pytest.mark.slow) for name in COSTS],
+)
 def test_multiply_accumulates(name):
     model = timm.create_model(name, device='meta').eval()
     with FlopCounterMode(display=False) as flops:
@@ -175,9 +202,11 @@ def test_all_softmax_swin_is_timm_swin(window_size):
 
 
 @families
-@pytest.mark.parametrize('attn_types', [
-    'linear', 'softmax', ('softmax', 'linear', 'softmax', 'linear'), ['linear', 'softmax', 'softmax', 'softmax'],
-], ids=str)
+@pytest.mark.parametrize(
+    'attn_types',
+    ['linear', 'softmax', ('softmax', 'linear', 'softmax', 'linear'), ['linear', 'softmax', 'softmax', 'softmax']],
+    ids=str,
+)
 def test_any_mix_of_attention_types(name, attn_types):
     model = create_small(name, attn_types=attn_types, **({'depth': 4} if 'deit' in name else {}))
     types = [attn_types] * 4 if isinstance(attn_types, str) else list(attn_types)
@@ -195,10 +224,13 @@ def test_unknown_attention_types_are_refused(name, attn_types):
         create_small(name, attn_types=attn_types)
 
 
-@pytest.mark.parametrize(('cls', 'without'), [
-    (FlattenPVT, {'linear'}),  # PVTv2's own linear attention, by pooling
-    (FlattenCSwin, {'linear', 'embed_dims', 'sr_ratios', 'mlp_ratios'}),  # has embed_dim, split_sizes, mlp_ratio
-])
+@pytest.mark.parametrize(
+    ('cls', 'without'),
+    [
+        (FlattenPVT, {'linear'}),  # PVTv2's own linear attention, by pooling
+        (FlattenCSwin, {'linear', 'embed_dims', 'sr_ratios', 'mlp_ratios'}),  # has embed_dim, split_sizes, mlp_ratio
+    ],
+)
 def test_own_networks_take_the_arguments_of_timms_closest_family(cls, without):
     ours = set(inspect.signature(cls).parameters)
     assert set(inspect.signature(PyramidVisionTransformerV2).parameters) - without <= ours
@@ -221,8 +253,18 @@ def test_unknown_pooling_is_refused(name):
 @families
 def test_constructor_arguments_take_effect(name):
     model = create_small(
-        name, in_chans=5, num_classes=0, drop_rate=0.1, proj_drop_rate=0.2, drop_path_rate=0.3, qkv_bias=False,
-        focusing_factor=4, kernel_size=7, norm_layer=torch.nn.RMSNorm, dtype=torch.bfloat16)
+        name,
+        in_chans=5,
+        num_classes=0,
+        drop_rate=0.1,
+        proj_drop_rate=0.2,
+        drop_path_rate=0.3,
+        qkv_bias=False,
+        focusing_factor=4,
+        kernel_size=7,
+        norm_layer=torch.nn.RMSNorm,
+        dtype=torch.bfloat16,
+    )
     blocks = blocks_of(model)
     linear = [module for module in model.modules() if isinstance(module, FocusedLinearCore)]
     assert len(linear) == linear_by_default(name)
@@ -232,7 +274,7 @@ def test_constructor_arguments_take_effect(name):
     projections = [module for block in blocks for key, module in block.named_modules() if key.endswith('qkv')]
     assert len(projections) == 5 and all(projection.bias is None for projection in projections)
     assert all(isinstance(block.norm1, torch.nn.RMSNorm) for block in blocks)
-    rates = [getattr(block.drop_path2, 'drop_prob', 0.) for block in blocks]
+    rates = [getattr(block.drop_path2, 'drop_prob', 0.0) for block in blocks]
     assert rates == pytest.approx([0, 0.075, 0.15, 0.225, 0.3])
     assert model.head_drop.p == 0.1 if hasattr(model, 'head_drop') else model.head.drop.p == 0.1
     assert model(torch.randn(1, 5, 64, 64, dtype=torch.bfloat16)).dtype == torch.bfloat16
@@ -274,20 +316,21 @@ def test_feature_maps_are_nchw_however_they_are_taken(name, feature_cls):
     info = backbone.feature_info
     assert [tuple(y.shape[1:]) for y in maps] == [
         (channels, 64 // stride, 64 // stride)
-        for channels, stride in zip(info.channels(), info.reduction(), strict=True)]
+        for channels, stride in zip(info.channels(), info.reduction(), strict=True)
+    ]
 
 
 @official_families
 @pytest.mark.parametrize('output_stride', [8, 16, 32])
 def test_output_stride(name, output_stride):
     plain = create_small(name, features_only=True, attn_types='linear', **dynamic(name))
-    backbone = create_small(
-        name, features_only=True, attn_types='linear', output_stride=output_stride, **dynamic(name))
+    backbone = create_small(name, features_only=True, attn_types='linear', output_stride=output_stride, **dynamic(name))
     strides = [min(stride, output_stride) for stride in (4, 8, 16, 32)]
     assert backbone.feature_info.reduction() == strides
     for size in (64, 64), (101, 52):
         assert [y.shape[2:] for y in backbone(torch.randn(1, 3, *size))] == [
-            tuple(-(-s // stride) for s in size) for stride in strides]
+            tuple(-(-s // stride) for s in size) for stride in strides
+        ]
 
     x = torch.randn(1, 3, 64, 64)
     model = create_small(name, output_stride=output_stride)
@@ -296,8 +339,10 @@ def test_output_stride(name, output_stride):
     y.sum().backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
     torch.testing.assert_close(torch.jit.script(model)(x), y)
-    torch.testing.assert_close(create_small(name, output_stride=output_stride, **dynamic(name))(x),
-                               create_small(name, output_stride=output_stride)(x))
+    torch.testing.assert_close(
+        create_small(name, output_stride=output_stride, **dynamic(name))(x),
+        create_small(name, output_stride=output_stride)(x),
+    )
 
     # at the positions of the undilated network, every embedding gives what it gives there
     stages = [getattr(network, 'model', network) for network in (plain, backbone)]
@@ -306,7 +351,7 @@ def test_output_stride(name, output_stride):
         embeddings = [getattr(stage, 'patch_embed', getattr(stage, 'downsample', None)) for stage in (before, after)]
         if i == 0 or embeddings[0] is None:
             continue
-        fine, step = (2 * 2 ** i // strides[i - 1], 4 * 2 ** i // strides[i])
+        fine, step = (2 * 2**i // strides[i - 1], 4 * 2**i // strides[i])
         channels = backbone.feature_info.channels()[i - 1]
         y = torch.randn(1, 8 * fine, 4 * fine, channels)
         inputs = [y[:, ::fine, ::fine], y]
@@ -356,8 +401,10 @@ def test_training_uses_of_timm(name):
     # positions and scales are decayed, as in the official recipe; norms, biases and window tables are not, nor is what
     # the authors of DeiT exempt
     assert model.no_weight_decay() & parameters.keys() == {
-        key for key in parameters
-        if key.endswith('relative_position_bias_table') or 'deit' in name and key == 'pos_embed'}
+        key
+        for key in parameters
+        if key.endswith('relative_position_bias_table') or 'deit' in name and key == 'pos_embed'
+    }
     groups = param_groups_weight_decay(model, 0.05, no_weight_decay_list=model.no_weight_decay())
     decayed = {id(p) for group in groups if group['weight_decay'] for p in group['params']}
     for key, parameter in parameters.items():
@@ -402,9 +449,13 @@ def test_half_precision(name, dtype):
         assert (actual - y).norm() <= 8 * torch.finfo(dtype).eps * y.norm()
 
 
-@pytest.mark.parametrize('name', [  # the others are compiled and exported in test_compile.py and test_export.py too
-    name if name in ('flatten_swin_t', 'flatten_cswin_t') else pytest.param(name, marks=pytest.mark.slow)
-    for name in SMALL])
+@pytest.mark.parametrize(
+    'name',
+    [  # the others are compiled and exported in test_compile.py and test_export.py too
+        name if name in ('flatten_swin_t', 'flatten_cswin_t') else pytest.param(name, marks=pytest.mark.slow)
+        for name in SMALL
+    ],
+)
 def test_torch_transformations(name):
     model = create_shallow(name)
     x = torch.randn(2, 3, 64, 64)
@@ -415,8 +466,11 @@ def test_torch_transformations(name):
     torch.testing.assert_close(program(x[:1]), y[:1], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(('direction', 'size'), [
-    ('vertical', (6, 9)), ('vertical', (7, 8)), ('horizontal', (7, 8)), ('whole', (6, 9))], ids=str)
+@pytest.mark.parametrize(
+    ('direction', 'size'),
+    [('vertical', (6, 9)), ('vertical', (7, 8)), ('horizontal', (7, 8)), ('whole', (6, 9))],
+    ids=str,
+)
 def test_exported_stripes_serve_sizes_that_pad_or_not(direction, size):
     branch = StripeBranch(2, 8, 3, direction).eval()
     dynamic_shapes = (dict.fromkeys(range(3), torch.export.Dim.DYNAMIC),)
@@ -486,20 +540,29 @@ def test_features_of_fewer_stages(name):
     sizes = dict(embed_dims=(16, 32)) if 'pvt' in name else dict(embed_dim=16)
     sizes |= dict(sr_ratios=(2, 1), mlp_ratios=(2, 2)) if 'pvt' in name else dict(split_sizes=2)
     backbone = timm.create_model(
-        name, features_only=True, depths=(1, 1), num_heads=(2, 2), attn_types='linear', **sizes)
+        name, features_only=True, depths=(1, 1), num_heads=(2, 2), attn_types='linear', **sizes
+    )
     assert [tuple(f.shape[2:]) for f in backbone(torch.randn(1, 3, 64, 64))] == [(16, 16), (8, 8)]
 
 
-@pytest.mark.parametrize(('arguments', 'message'), [
-    ({'num_classes': -1}, 'num_classes'),
-    *[({'depths': depths}, 'depths') for depths in ((), (2, -1, 2, 2), (2, 0.5, 2, 2), 3)],
-    *[({'depth': depth}, 'depth') for depth in (-1, 0, 1.5)],
-    ({'num_classes': 2.5}, 'num_classes'),
-    ({'focusing_factor': math.inf}, 'focusing_factor'),
-    ({'focusing_factor': math.nan}, 'focusing_factor'),
-    *[({f'{name}_rate': rate}, f'{name}_rate')
-      for name, rate in zip(('drop', 'proj_drop', 'attn_drop', 'drop_path'), (-0.1, 1.5, math.nan, 'a'), strict=True)],
-], ids=str)
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
+        ({'num_classes': -1}, 'num_classes'),
+        *[({'depths': depths}, 'depths') for depths in ((), (2, -1, 2, 2), (2, 0.5, 2, 2), 3)],
+        *[({'depth': depth}, 'depth') for depth in (-1, 0, 1.5)],
+        ({'num_classes': 2.5}, 'num_classes'),
+        ({'focusing_factor': math.inf}, 'focusing_factor'),
+        ({'focusing_factor': math.nan}, 'focusing_factor'),
+        *[
+            ({f'{name}_rate': rate}, f'{name}_rate')
+            for name, rate in zip(
+                ('drop', 'proj_drop', 'attn_drop', 'drop_path'), (-0.1, 1.5, math.nan, 'a'), strict=True
+            )
+        ],
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize('name', [*SMALL, 'ea_resnet50'])
 def test_arguments_out_of_range(name, arguments, message):
     known = {'num_classes', 'drop_rate', 'drop_path_rate', *SMALL.get(name, {})}
@@ -516,11 +579,16 @@ def test_arguments_out_of_range(name, arguments, message):
         assert model.get_classifier().out_features == model.num_classes == 3
 
 
-@pytest.mark.parametrize(('name', 'argument'), [
-    *[('flatten_pvt_t', argument) for argument in ('embed_dims', 'num_heads', 'sr_ratios', 'mlp_ratios')],
-    *[('flatten_pvt_v2_b0', argument) for argument in ('embed_dims', 'num_heads', 'sr_ratios', 'mlp_ratios')],
-    ('flatten_swin_t', 'num_heads'), ('flatten_cswin_t', 'num_heads'), ('flatten_cswin_t', 'split_sizes'),
-])
+@pytest.mark.parametrize(
+    ('name', 'argument'),
+    [
+        *[('flatten_pvt_t', argument) for argument in ('embed_dims', 'num_heads', 'sr_ratios', 'mlp_ratios')],
+        *[('flatten_pvt_v2_b0', argument) for argument in ('embed_dims', 'num_heads', 'sr_ratios', 'mlp_ratios')],
+        ('flatten_swin_t', 'num_heads'),
+        ('flatten_cswin_t', 'num_heads'),
+        ('flatten_cswin_t', 'split_sizes'),
+    ],
+)
 def test_one_value_for_each_stage(name, argument):
     for values in ((8,) * 3, [8] * 5):
         with pytest.raises(ValueError, match=f'{argument} must have one value for each of the 4 depths'):

@@ -1,4 +1,5 @@
 """FocusedLinearAttention against its equation written out, at the edges, and under torch's transformations."""
+
 import copy
 from unittest import mock
 
@@ -30,7 +31,7 @@ def attention_matrices(attn, x):
 
     def f(y):
         phi = (y.relu() + 1e-6) / F.softplus(attn.scale)
-        return phi ** p * phi.norm(dim=-1, keepdim=True) / (phi ** p).norm(dim=-1, keepdim=True)
+        return phi**p * phi.norm(dim=-1, keepdim=True) / (phi**p).norm(dim=-1, keepdim=True)
 
     q, k = (f(y).reshape(B, N, attn.num_heads, attn.head_dim).transpose(1, 2) for y in (q, k))
     linear = (q @ k.transpose(-2, -1) / N) / (q @ k.mean(dim=-2).unsqueeze(-1) + 1e-6)
@@ -49,17 +50,21 @@ def quadratic_forward(attn, x):
     return attn.proj(out.transpose(1, 2).reshape(B, H, W, -1))
 
 
-@pytest.mark.parametrize('kwargs', [
-    dict(),
-    dict(num_heads=1),
-    dict(num_heads=8),
-    dict(head_dim=12),
-    dict(focusing_factor=1),
-    dict(focusing_factor=8, kernel_size=3),
-    dict(grid_size=(1, 1)),
-    dict(grid_size=(1, 9), kernel_size=7),
-    dict(qkv_bias=False),
-], ids=str)
+@pytest.mark.parametrize(
+    'kwargs',
+    [
+        dict(),
+        dict(num_heads=1),
+        dict(num_heads=8),
+        dict(head_dim=12),
+        dict(focusing_factor=1),
+        dict(focusing_factor=8, kernel_size=3),
+        dict(grid_size=(1, 1)),
+        dict(grid_size=(1, 9), kernel_size=7),
+        dict(qkv_bias=False),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize('batch_size', [1, 3])
 def test_equals_the_quadratic_form(kwargs, batch_size):
     attn = make_attention(**kwargs)
@@ -89,9 +94,17 @@ def test_gradients_of_gradients():
     assert torch.autograd.gradgradcheck(forward, (x, *parameters))
 
 
-@pytest.mark.parametrize('kwargs', [
-    dict(), dict(num_heads=8), dict(focusing_factor=1), dict(focusing_factor=8, kernel_size=3), dict(grid_size=(1, 1)),
-], ids=str)
+@pytest.mark.parametrize(
+    'kwargs',
+    [
+        dict(),
+        dict(num_heads=8),
+        dict(focusing_factor=1),
+        dict(focusing_factor=8, kernel_size=3),
+        dict(grid_size=(1, 1)),
+    ],
+    ids=str,
+)
 def test_eager_form_equals_the_plain_one(kwargs):
     """The backward pass by hand against that of autograd, whichever parameters are frozen."""
     attn = make_attention(**kwargs)
@@ -181,27 +194,35 @@ def test_cost_is_linear_in_positions():
         x = torch.randn(1, side, side, 8, requires_grad=True)
         with FlopCounterMode(display=False) as flops, LargestTensor() as largest:
             attn(x).sum().backward()
-        assert largest.numel == 3 * side ** 2 * 8  # q, k and v, and nothing beyond
+        assert largest.numel == 3 * side**2 * 8  # q, k and v, and nothing beyond
         return flops.get_total_flops()
 
     assert cost(32) == 4 * cost(16)
 
 
-@pytest.mark.parametrize(('dtype', 'autocast'), [
-    (torch.float32, False),
-    (torch.bfloat16, False),
-    (torch.float16, False),
-    (torch.bfloat16, True),
-    (torch.float16, True),
-], ids=str)
-@pytest.mark.parametrize('make_input', [
-    torch.zeros_like,
-    torch.ones_like,
-    lambda x: x,
-    lambda x: 1e-4 * x,
-    lambda x: 1e4 * x,
-    lambda x: torch.where(torch.arange(5)[:, None] == 2, 0., x),
-], ids=['zero', 'constant', 'normal', 'tiny', 'huge', 'some zero tokens'])
+@pytest.mark.parametrize(
+    ('dtype', 'autocast'),
+    [
+        (torch.float32, False),
+        (torch.bfloat16, False),
+        (torch.float16, False),
+        (torch.bfloat16, True),
+        (torch.float16, True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    'make_input',
+    [
+        torch.zeros_like,
+        torch.ones_like,
+        lambda x: x,
+        lambda x: 1e-4 * x,
+        lambda x: 1e4 * x,
+        lambda x: torch.where(torch.arange(5)[:, None] == 2, 0.0, x),
+    ],
+    ids=['zero', 'constant', 'normal', 'tiny', 'huge', 'some zero tokens'],
+)
 def test_low_precision_is_finite_and_close(dtype, autocast, make_input):
     exact = make_attention()
     x = make_input(torch.randn(2, 6, 5, 32))
@@ -274,7 +295,6 @@ def test_bfloat16_is_left_for_the_feature_map_alone():
     assert not {'mm', 'addmm', 'bmm', 'baddbmm', 'convolution', 'convolution_backward'} & {*to_float32.operations}
 
 
-
 def test_compiles_with_inductor():
     attn = make_attention(dtype=torch.float32)
     x = torch.randn(2, 6, 5, 32)
@@ -287,17 +307,20 @@ def test_meta_device():
     assert y.shape == (2, 6, 5, 32) and y.is_meta and y.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(('name', 'value'), [
-    ('num_heads', 3),
-    ('num_heads', 0),
-    ('dim', -4),
-    ('head_dim', 0),
-    ('grid_size', (0, 4)),
-    ('grid_size', (2, 3, 4)),
-    ('focusing_factor', 0),
-    ('kernel_size', 4),
-    ('kernel_size', -1),
-])
+@pytest.mark.parametrize(
+    ('name', 'value'),
+    [
+        ('num_heads', 3),
+        ('num_heads', 0),
+        ('dim', -4),
+        ('head_dim', 0),
+        ('grid_size', (0, 4)),
+        ('grid_size', (2, 3, 4)),
+        ('focusing_factor', 0),
+        ('kernel_size', 4),
+        ('kernel_size', -1),
+    ],
+)
 def test_bad_arguments_are_named(name, value):
     with pytest.raises(ValueError, match=name) as error:
         FocusedLinearAttention(**{'dim': 32, 'num_heads': 4, name: value})

@@ -1,4 +1,5 @@
 """What a public project has around its code."""
+
 import importlib
 import re
 import subprocess
@@ -26,14 +27,16 @@ def test_documentation(tmp_path: Path):
     """The site is built without warnings, and every public object has its place there."""
     pytest.importorskip('mkdocstrings')
     done = subprocess.run(
-        [sys.executable, '-m', 'mkdocs', 'build', '--strict', '--quiet', '--site-dir', tmp_path], cwd=ROOT,
-        capture_output=True, text=True)
+        [sys.executable, '-m', 'mkdocs', 'build', '--strict', '--quiet', '--site-dir', tmp_path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     pages = ''.join(page.read_text() for page in (tmp_path / 'api').rglob('*.html'))
     described = set(re.findall(r'<h2 id="([\w.]+)"', pages))
     # mkdocstrings shows what has a docstring; a function with the name of its module stands under both
-    missing = [name for name, _ in public_objects()
-               if not {name, f'{name}.{name.rpartition(".")[2]}'} & described]
+    missing = [name for name, _ in public_objects() if not {name, f'{name}.{name.rpartition(".")[2]}'} & described]
     assert not missing
 
 
@@ -57,9 +60,17 @@ def test_oldest_releases_in_ci_are_those_of_the_package():
         assert f'{tried[name]}.'.startswith(f'{version}.'), name
 
 
-@pytest.mark.parametrize('path', [
-    '.pre-commit-config.yaml', '.github/workflows/ci.yml', '.github/ISSUE_TEMPLATE/bug.yml',
-    '.github/ISSUE_TEMPLATE/config.yml', '.github/ISSUE_TEMPLATE/feature.yml', 'mkdocs.yml', 'CITATION.cff',
-])
+@pytest.mark.parametrize(
+    'path',
+    [
+        '.pre-commit-config.yaml',
+        '.github/workflows/ci.yml',
+        '.github/ISSUE_TEMPLATE/bug.yml',
+        '.github/ISSUE_TEMPLATE/config.yml',
+        '.github/ISSUE_TEMPLATE/feature.yml',
+        'mkdocs.yml',
+        'CITATION.cff',
+    ],
+)
 def test_files_can_be_read(path: str):
     assert yaml.safe_load((ROOT / path).read_text())

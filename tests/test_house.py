@@ -1,4 +1,5 @@
 """The house: private names of timm and torch, which fail here by name when an upgrade moves them, and imports."""
+
 import ast
 import graphlib
 import importlib
@@ -62,8 +63,10 @@ def test_member_is_there(owner, member):
 
 def test_has_its_place():
     elsewhere = {
-        str(path.relative_to(ROOT)): names for path in ROOT.rglob('*.py')
-        if path.name not in HOMES and (names := private_names(path))}
+        str(path.relative_to(ROOT)): names
+        for path in ROOT.rglob('*.py')
+        if path.name not in HOMES and (names := private_names(path))
+    }
     assert not elsewhere, 'private names belong in flatten_zoo/_timm.py or _torch.py'
 
 
@@ -87,7 +90,8 @@ def imports_at_start(path: Path, package: str, modules: set[str]) -> set[str]:
 def test_no_circle_of_imports():
     paths = {
         '.'.join(path.relative_to(ROOT.parent).with_suffix('').parts).removesuffix('.__init__'): path
-        for path in ROOT.rglob('*.py')}
+        for path in ROOT.rglob('*.py')
+    }
     graph = {}
     for name, path in paths.items():
         package = name if path.name == '__init__.py' else name.rpartition('.')[0]

@@ -1,4 +1,5 @@
 """Publishing to the Hub and loading from it, by the real clients, against a server on this machine."""
+
 import json
 import os
 import subprocess
@@ -140,7 +141,8 @@ def test_server_errors_are_retried(hub, folder):
 
 
 @pytest.mark.parametrize(
-    'step', [('POST', 'create'), ('POST', 'preupload'), ('PUT', 'lfs'), ('POST', 'commit')], ids=str)
+    'step', [('POST', 'create'), ('POST', 'preupload'), ('PUT', 'lfs'), ('POST', 'commit')], ids=str
+)
 @pytest.mark.parametrize('fault', [500, 'break'])
 def test_interrupted_upload(step, fault, hub, folder):
     hub.faults[step] = [fault] * 20
@@ -169,8 +171,9 @@ def test_what_cannot_be_published(hub, folder):
             push(folder, repo)
     other = {'architecture': 'flatten_pvt_v2_b0', 'model_args': {'depths': [1, 1, 1, 1], 'num_heads': [1, 1, 1, 1]}}
     for config, message in (
-            ({'architecture': 'flatten_pvt_s'}, 'which it cannot hold'),
-            (other, "does not fit the model 'flatten_pvt_v2_b0'")):
+        ({'architecture': 'flatten_pvt_s'}, 'which it cannot hold'),
+        (other, "does not fit the model 'flatten_pvt_v2_b0'"),
+    ):
         (folder / 'config.json').write_text(json.dumps({'pretrained_cfg': {}, **config}))
         with pytest.raises(UsageError, match=message):
             push(folder, REPO)
@@ -188,10 +191,15 @@ def test_transformers(name, hub, tmp_path):
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=3, **kwargs).eval()
     names = ['cat', 'dog', 'emu']
-    torch.save({
-        'arch': name, 'state_dict': model.state_dict(), 'label_names': names,
-        'args': {'img_size': 64, 'crop_pct': 0.8, 'mean': [0.1, 0.2, 0.3], 'model_kwargs': kwargs},
-    }, tmp_path / 'last.pth.tar')
+    torch.save(
+        {
+            'arch': name,
+            'state_dict': model.state_dict(),
+            'label_names': names,
+            'args': {'img_size': 64, 'crop_pct': 0.8, 'mean': [0.1, 0.2, 0.3], 'model_kwargs': kwargs},
+        },
+        tmp_path / 'last.pth.tar',
+    )
     folder = tmp_path / 'folder'
     assert cli.main(['convert', str(tmp_path / 'last.pth.tar'), '-o', str(folder)]) == 0
     push(folder, REPO)
@@ -214,10 +222,17 @@ def run_checkpoint(path, model, **options):
     """A checkpoint as training writes it."""
     averaged = {key: value + 1 for key, value in model.state_dict().items()}
     kwargs = {key: value for key, value in SMALL.items() if key != 'num_classes'}
-    torch.save({
-        'epoch': 2, 'arch': 'flatten_pvt_t', 'state_dict': model.state_dict(), 'state_dict_ema': averaged, 'version': 2,
-        'args': {'model': 'flatten_pvt_t', 'num_classes': 3, 'gp': None, 'model_kwargs': kwargs, **options},
-    }, path)
+    torch.save(
+        {
+            'epoch': 2,
+            'arch': 'flatten_pvt_t',
+            'state_dict': model.state_dict(),
+            'state_dict_ema': averaged,
+            'version': 2,
+            'args': {'model': 'flatten_pvt_t', 'num_classes': 3, 'gp': None, 'model_kwargs': kwargs, **options},
+        },
+        path,
+    )
     return path
 
 
@@ -250,11 +265,19 @@ def test_other_processes_by_the_environment(tmp_path):
     """Push and pull as people do: commands, and nothing but the environment that says where the Hub is."""
     path = run_checkpoint(tmp_path / 'last.pth.tar', small_model())
     with hub_server() as server:
-        env = {**os.environ, 'HF_ENDPOINT': server.address, 'HF_HOME': str(tmp_path / 'home'), 'HF_TOKEN': 'hf_right',
-               'HF_HUB_DISABLE_XET': '1', 'OMP_NUM_THREADS': '1'}
+        env = {
+            **os.environ,
+            'HF_ENDPOINT': server.address,
+            'HF_HOME': str(tmp_path / 'home'),
+            'HF_TOKEN': 'hf_right',
+            'HF_HUB_DISABLE_XET': '1',
+            'OMP_NUM_THREADS': '1',
+        }
 
-        code = ('import sys, timm; from flatten_zoo.cli import main; assert main(sys.argv[1:]) == 0; '
-                f'model = timm.create_model("hf-hub:{REPO}", pretrained=True); print(model.head.weight.sum().item())')
+        code = (
+            'import sys, timm; from flatten_zoo.cli import main; assert main(sys.argv[1:]) == 0; '
+            f'model = timm.create_model("hf-hub:{REPO}", pretrained=True); print(model.head.weight.sum().item())'
+        )
         push = [sys.executable, '-c', code, 'push', str(path), '--repo', REPO]
         printed = subprocess.check_output(push, env=env, text=True).splitlines()
         assert printed[-1] == str(load_model(path).head.weight.sum().item())

@@ -16,8 +16,14 @@ def test_official_output(name, dtype, tolerance):
     reference = load_reference(name)
     args = reference.description['arguments']
     module = InterlacedSparseAttention(
-        args['in_channels'], args['key_channels'], args['value_channels'], args['out_channels'],
-        group_size=tuple(args['down_factor']), residual=False, dtype=dtype).eval()
+        args['in_channels'],
+        args['key_channels'],
+        args['value_channels'],
+        args['out_channels'],
+        group_size=tuple(args['down_factor']),
+        residual=False,
+        dtype=dtype,
+    ).eval()
     missing, unexpected = module.load_state_dict(reference.state_dict, strict=False)
     assert not unexpected and all(name.endswith('num_batches_tracked') for name in missing)
     assert relative_error(module(reference.input.to(dtype)), reference.outputs['output']) < tolerance
@@ -30,8 +36,10 @@ def test_residual_form_has_the_same_tensors():
 
 def dependencies(function, x: torch.Tensor) -> torch.Tensor:
     """(output positions × input positions) of a function of one map: where an input reaches an output."""
+
     def flat(z):
         return function(z.view_as(x)).sum(1).flatten()
+
     jacobian = torch.autograd.functional.jacobian(flat, x.flatten(), vectorize=True)
     return jacobian.view(-1, *x.shape[1:]).abs().sum(1).flatten(1) > 0
 
@@ -64,7 +72,7 @@ def test_every_remainder_is_padded_and_cropped(h, w):
     assert padded.shape[2] % 4 == 0 and padded.shape[3] % 3 == 0
     y = module(x)
     assert y.shape == x.shape
-    torch.testing.assert_close(y, module(padded)[:, :, top:top + h, left:left + w])
+    torch.testing.assert_close(y, module(padded)[:, :, top : top + h, left : left + w])
 
 
 def test_matrix_is_the_product_of_the_two_steps():
@@ -94,15 +102,18 @@ def test_another_output_width():
     assert module(torch.randn(2, 16, 9, 10)).shape == (2, 24, 9, 10)
 
 
-@pytest.mark.parametrize('kwargs, message', [
-    ({'dim': 0}, 'dim must be positive, got 0'),
-    ({'key_dim': 0}, 'key_dim must be positive, got 0'),
-    ({'value_dim': -1}, 'value_dim must be positive, got -1'),
-    ({'out_dim': 0}, 'out_dim must be positive, got 0'),
-    ({'out_dim': 8}, 'residual=True needs out_dim equal to dim 16, got 8'),
-    ({'group_size': (8, 0)}, r'group_size must be two positive integers, got \(8, 0\)'),
-    ({'group_size': (8,)}, r'group_size must be two positive integers, got \(8,\)'),
-])
+@pytest.mark.parametrize(
+    'kwargs, message',
+    [
+        ({'dim': 0}, 'dim must be positive, got 0'),
+        ({'key_dim': 0}, 'key_dim must be positive, got 0'),
+        ({'value_dim': -1}, 'value_dim must be positive, got -1'),
+        ({'out_dim': 0}, 'out_dim must be positive, got 0'),
+        ({'out_dim': 8}, 'residual=True needs out_dim equal to dim 16, got 8'),
+        ({'group_size': (8, 0)}, r'group_size must be two positive integers, got \(8, 0\)'),
+        ({'group_size': (8,)}, r'group_size must be two positive integers, got \(8,\)'),
+    ],
+)
 def test_bad_arguments(kwargs, message):
     with pytest.raises(ValueError, match=message):
         InterlacedSparseAttention(**{'dim': 16, **kwargs})

@@ -14,8 +14,13 @@ def small() -> ISANet:
 
 
 def test_head_has_the_official_names_and_widths(small):
-    names = {'isa_head.0': (512, 512, 3, 3), 'isa_head.2.conv_bn.0': (512, 1024, 1, 1), 'cls_head': (5, 512, 1, 1),
-             'dsn_head.0': (512, 256, 3, 3), 'dsn_head.3': (5, 512, 1, 1)}
+    names = {
+        'isa_head.0': (512, 512, 3, 3),
+        'isa_head.2.conv_bn.0': (512, 1024, 1, 1),
+        'cls_head': (5, 512, 1, 1),
+        'dsn_head.0': (512, 256, 3, 3),
+        'dsn_head.3': (5, 512, 1, 1),
+    }
     norms = {'isa_head.1.0': 512, 'isa_head.2.conv_bn.1.0': 512, 'dsn_head.1.0': 512}
     for step in ('isa_head.2.stages.0.long_range_sa', 'isa_head.2.stages.0.short_range_sa'):
         names |= {f'{step}.f_value': (512, 512, 1, 1), f'{step}.W.0': (512, 512, 1, 1)}
@@ -79,21 +84,24 @@ def test_any_size_and_a_batch_of_one(small, size):
     if max(size) <= 8:  # training needs more than one value for each channel's statistics
         with pytest.raises(ValueError, match=f'one image of {size[0]} × {size[1]} leaves its batch norms a single'):
             small.train()(x)
-    for mode in ((True, False) if min(size) > 8 else (False,)):
+    for mode in (True, False) if min(size) > 8 else (False,):
         output = small.train(mode)(x)
         assert output['out'].shape == output['aux'].shape == (1, 5, *size)
         assert output['out'].isfinite().all()
     sum(segmentation_losses(output, torch.randint(5, (1, *size))).values()).backward()
 
 
-@pytest.mark.parametrize('backbone, kwargs', [
-    ('resnet50', {'in_chans': 4}),
-    ('ea_resnet50', {}),
-    ('issa_resnet50', {'attn_kwargs': {'group_size': 4}}),
-    ('convnext_atto', {'drop_path_rate': 0.1}),
-    ('flatten_pvt_v2_b0', {'depths': (1, 1, 1, 1)}),
-    ('flatten_swin_t', {'depths': (1, 1, 2, 1), 'dynamic_img_size': True}),
-])
+@pytest.mark.parametrize(
+    'backbone, kwargs',
+    [
+        ('resnet50', {'in_chans': 4}),
+        ('ea_resnet50', {}),
+        ('issa_resnet50', {'attn_kwargs': {'group_size': 4}}),
+        ('convnext_atto', {'drop_path_rate': 0.1}),
+        ('flatten_pvt_v2_b0', {'depths': (1, 1, 1, 1)}),
+        ('flatten_swin_t', {'depths': (1, 1, 2, 1), 'dynamic_img_size': True}),
+    ],
+)
 def test_backbones(backbone, kwargs):
     model = isa_net(backbone, 3, group_size=(4, 2), backbone_kwargs=kwargs)
     output = model(torch.randn(2, kwargs.get('in_chans', 3), 41, 32))
@@ -117,8 +125,12 @@ def test_scripts_as_torchvisions_models_do(aux_loss):
 def test_pretrained_backbone(tmp_path):
     plain = timm.create_model('test_resnet', num_classes=10)
     torch.save(plain.state_dict(), tmp_path / 'weights.pth')
-    model = isa_net('test_resnet', 3, pretrained_backbone=True, backbone_kwargs={'pretrained_cfg_overlay': {
-        'file': str(tmp_path / 'weights.pth'), 'num_classes': 10}})
+    model = isa_net(
+        'test_resnet',
+        3,
+        pretrained_backbone=True,
+        backbone_kwargs={'pretrained_cfg_overlay': {'file': str(tmp_path / 'weights.pth'), 'num_classes': 10}},
+    )
     weights = plain.state_dict()
     assert len(model.backbone.state_dict()) > 50
     assert all(torch.equal(value, weights[name]) for name, value in model.backbone.state_dict().items())
@@ -143,7 +155,7 @@ def test_half_precision(small, dtype):
 
 def test_training_fits_a_picture():
     torch.manual_seed(0)
-    model = isa_net('resnet18', 3, drop_rate=0.)
+    model = isa_net('resnet18', 3, drop_rate=0.0)
     labels = torch.zeros(2, 48, 48, dtype=torch.long)
     labels[0, :24], labels[1, :, 24:] = 1, 2
     x = F.one_hot(labels, 3).permute(0, 3, 1, 2).float() + 0.1 * torch.randn(2, 3, 48, 48)
@@ -159,12 +171,15 @@ def test_training_fits_a_picture():
     assert (model(x)['out'].argmax(1) == labels).float().mean() > 0.9
 
 
-@pytest.mark.parametrize('args, message', [
-    ({'backbone': 'pvt_v2_b0'}, "backbone 'pvt_v2_b0' with output_stride=8: .*; choose a network"),
-    ({'backbone': 'vgg11'}, "backbone 'vgg11' with output_stride=8; choose a network"),
-    ({'num_classes': 0}, 'num_classes must be positive, got 0'),
-    ({'group_size': 0}, r'group_size must be two positive integers, got \(0, 0\)'),
-])
+@pytest.mark.parametrize(
+    'args, message',
+    [
+        ({'backbone': 'pvt_v2_b0'}, "backbone 'pvt_v2_b0' with output_stride=8: .*; choose a network"),
+        ({'backbone': 'vgg11'}, "backbone 'vgg11' with output_stride=8; choose a network"),
+        ({'num_classes': 0}, 'num_classes must be positive, got 0'),
+        ({'group_size': 0}, r'group_size must be two positive integers, got \(0, 0\)'),
+    ],
+)
 def test_bad_arguments(args, message):
     with torch.device('meta'), pytest.raises(ValueError, match=message):
         isa_net(**{'backbone': 'resnet18', **args})

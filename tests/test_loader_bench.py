@@ -1,4 +1,5 @@
 """The loader alone and the model alone."""
+
 import re
 import shlex
 import time
@@ -25,7 +26,9 @@ def figures(capsys, *options) -> tuple[float, float, str]:
     output = capsys.readouterr().out
     match = re.fullmatch(
         r'loader alone +(\S+) images/s  \d workers, \d+ CPU cores\n'
-        r'model alone +(\S+) images/s  training on cpu, 6 images at a time\nlimit: the (\w+)\n', output)
+        r'model alone +(\S+) images/s  training on cpu, 6 images at a time\nlimit: the (\w+)\n',
+        output,
+    )
     assert match, output
     return float(match[1]), float(match[2]), match[3]
 
@@ -79,11 +82,14 @@ def test_nothing_is_written(tmp_path, images, capsys, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize('options, message', [
-    (['--seconds', '0'], 'error: --seconds 0.0: must be positive'),
-    (['--second', '1'], "error: unknown option '--second'; did you mean --seconds"),
-    (['/none'], "error: --data-dir '/none' does not exist"),
-])
+@pytest.mark.parametrize(
+    'options, message',
+    [
+        (['--seconds', '0'], 'error: --seconds 0.0: must be positive'),
+        (['--second', '1'], "error: unknown option '--second'; did you mean --seconds"),
+        (['/none'], "error: --data-dir '/none' does not exist"),
+    ],
+)
 def test_mistakes_are_one_line(capsys, options, message):
     assert main(['bench', '--loader', *TINY, *options]) == 2
     captured = capsys.readouterr()

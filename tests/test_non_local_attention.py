@@ -24,4 +24,4 @@ def test_softmax_holds_no_matrix(memory_format, num_heads):
     """The fused kernel is really taken: the whole pass needs less than one n × n matrix."""
     module = NonLocalAttention(16, 16, 16, num_heads).eval()
     x = torch.randn(1, 16, 48, 48).to(memory_format=memory_format)
-    assert peak_memory(module, x) < 4 * 48 ** 4 / 4
+    assert peak_memory(module, x) < 4 * 48**4 / 4

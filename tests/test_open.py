@@ -1,4 +1,5 @@
 """One door to a model: every kind of address, and one text for weights that do not fit."""
+
 import numpy as np
 import pytest
 import timm
@@ -39,11 +40,12 @@ def test_every_command_says_the_same_of_weights_that_do_not_fit(tmp_path, capsys
     images.mkdir(parents=True)
     said = set()
     for command, argv in (
-            (cli.main, ['convert', path, '--model', NAME, '-o', tmp_path / 'out']),
-            (cli.main, ['push', path, '--model', NAME, '--repo', 'me/x', '--dry-run']),
-            (cli.main, ['export', NAME, '--checkpoint', path, '--format', 'pt2', '-o', tmp_path / 'x.pt2']),
-            (cli.main, ['visualize', picture, '--model', NAME, '--checkpoint', path, '-o', tmp_path / 'v.png']),
-            (validate, [tmp_path, '--model', NAME, '--checkpoint', path, '--device', 'cpu'])):
+        (cli.main, ['convert', path, '--model', NAME, '-o', tmp_path / 'out']),
+        (cli.main, ['push', path, '--model', NAME, '--repo', 'me/x', '--dry-run']),
+        (cli.main, ['export', NAME, '--checkpoint', path, '--format', 'pt2', '-o', tmp_path / 'x.pt2']),
+        (cli.main, ['visualize', picture, '--model', NAME, '--checkpoint', path, '-o', tmp_path / 'v.png']),
+        (validate, [tmp_path, '--model', NAME, '--checkpoint', path, '--device', 'cpu']),
+    ):
         assert report_usage_errors(lambda: command([str(word) for word in argv])) == 2  # noqa: B023
         said.update(line for line in capsys.readouterr().err.splitlines() if line.startswith('error: '))
     assert len(said) == 1 and f"'{path}' does not fit the model '{NAME}': " in said.pop()

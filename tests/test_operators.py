@@ -1,4 +1,5 @@
 """What holds for every attention operator: shapes, errors, numerics, identity start, compilation and export."""
+
 import itertools
 
 import pytest
@@ -50,13 +51,13 @@ def test_gradcheck(make):
 
 
 @operators
-@pytest.mark.parametrize('value', [0., 1., 1e4])
+@pytest.mark.parametrize('value', [0.0, 1.0, 1e4])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
 def test_zero_constant_and_huge_inputs_stay_finite(make, value, dtype):
     torch.manual_seed(0)
     module = make(dtype=dtype).eval()
     if dtype == torch.float16 and getattr(module, 'normalization', None) == 'scaling':
-        value = min(value, 50.)  # the result itself, cubic in the input, exceeds the range of the type
+        value = min(value, 50.0)  # the result itself, cubic in the input, exceeds the range of the type
     for tensor in output_and_gradients(module, torch.full((2, 16, 9, 10), value, dtype=dtype)):
         assert tensor.isfinite().all()
 
@@ -107,7 +108,7 @@ def test_starts_as_the_identity_and_learns(make, training):
     x, target = torch.randn(2, 16, 8, 9), torch.randn(2, 16, 8, 9)
     assert torch.equal(module(x), x)
 
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     learned, losses = set(), []
     for _ in range(3):
         optimizer.zero_grad()
@@ -139,8 +140,7 @@ ANY_SIZE = {'layout_optimization': False}
 
 @pytest.mark.slow
 @operators
-@pytest.mark.parametrize('options, dynamic, training', [
-    ({}, False, True), ({}, None, False), (ANY_SIZE, None, True)])
+@pytest.mark.parametrize('options, dynamic, training', [({}, False, True), ({}, None, False), (ANY_SIZE, None, True)])
 def test_compiles_for_several_sizes(make, options, dynamic, training):
     torch.compiler.reset()
     torch.manual_seed(0)
@@ -206,7 +206,7 @@ def test_dense_matrix_of_a_large_map_is_refused(name):
 def test_residual_adds_the_input(name, residual):
     module, x = SMALL[name](residual=residual).eval(), torch.randn(2, 16, 8, 9)
     if name == 'issa':  # the two forms differ in the last ReLU, which non-negative values hide
-        torch.nn.init.constant_(module.short_range_sa.W[1][0].bias, 100.)
+        torch.nn.init.constant_(module.short_range_sa.W[1][0].bias, 100.0)
     branch = module(x) - x if residual else module(x)
     module.residual = not residual
     torch.testing.assert_close(module(x) if residual else module(x) - x, branch)

@@ -56,19 +56,28 @@ def test_gradients_compiled_at_changing_sizes(backend):
         weights = torch.randn(1, height, width, 2)
         gradients = [
             torch.autograd.grad((resample(p, (3, 4), height, width) * weights).sum(), p)
-            for resample in (compiled, resample_positions)]
+            for resample in (compiled, resample_positions)
+        ]
         torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.slow
 @pytest.mark.xfail(
-    raises=subprocess.CalledProcessError, strict=True, reason='PyTorch has no shape for it: when it does, ours can go')
+    raises=subprocess.CalledProcessError, strict=True, reason='PyTorch has no shape for it: when it does, ours can go'
+)
 def test_pytorch_compiles_that_gradient_by_itself():
-    subprocess.run([sys.executable, '-c', """
+    subprocess.run(
+        [
+            sys.executable,
+            '-c',
+            """
 import torch
 resize = torch.compile(torch.nn.functional.interpolate, backend='aot_eager', dynamic=True)
 resize(torch.randn(1, 2, 3, 4, requires_grad=True), size=(5, 6), mode='bicubic', antialias=True).sum().backward()
-"""], check=True)
+""",
+        ],
+        check=True,
+    )
 
 
 def test_networks_of_one_origin_do_not_share_results():

@@ -1,4 +1,5 @@
 """Predictions and features of pictures: against the network's own, in every format, and what can't be read."""
+
 import csv
 import io
 import json
@@ -36,11 +37,24 @@ def write_run(path, num_classes=3, name='test_resnet', in_chans=3, **changes):
     for parameter in model.parameters():  # so that images differ
         parameter.data += 0.05 * torch.randn_like(parameter)
     args = {
-        'img_size': 32, 'in_chans': in_chans, 'crop_pct': 0.7, 'crop_mode': 'center', 'interpolation': 'nearest',
-        'mean': [0.4, 0.5, 0.6][:in_chans], 'std': [0.2, 0.3, 0.4][:in_chans]}
-    torch.save({
-        'arch': name, 'state_dict': model.state_dict(), 'label_names': NAMES,
-        'args': {**args, 'model_kwargs': kwargs}, **changes}, path)
+        'img_size': 32,
+        'in_chans': in_chans,
+        'crop_pct': 0.7,
+        'crop_mode': 'center',
+        'interpolation': 'nearest',
+        'mean': [0.4, 0.5, 0.6][:in_chans],
+        'std': [0.2, 0.3, 0.4][:in_chans],
+    }
+    torch.save(
+        {
+            'arch': name,
+            'state_dict': model.state_dict(),
+            'label_names': NAMES,
+            'args': {**args, 'model_kwargs': kwargs},
+            **changes,
+        },
+        path,
+    )
     return model
 
 
@@ -77,8 +91,10 @@ def predicted(tmp_path, *argv, status=0):
 
 def expected_of(model, paths, topk=3):
     probabilities, indices = outputs_of(model, paths).softmax(1).topk(topk)
-    return [{'filename': str(path), 'index': i.tolist(), 'label': [NAMES[n] for n in i], 'prob': p.tolist()}
-            for path, i, p in zip(paths, indices, probabilities, strict=True)]
+    return [
+        {'filename': str(path), 'index': i.tolist(), 'label': [NAMES[n] for n in i], 'prob': p.tolist()}
+        for path, i, p in zip(paths, indices, probabilities, strict=True)
+    ]
 
 
 def assert_same(actual, expected):
@@ -91,9 +107,15 @@ def read_csv(text):
     """The records of CSV."""
     rows = list(csv.DictReader(io.StringIO(text)))
     ranks = range(1, (len(rows[0]) - 1) // 3 + 1)
-    return [{'filename': row['filename'], 'index': [int(row[f'index_{n}']) for n in ranks],
-             'label': [row[f'label_{n}'] for n in ranks], 'prob': [float(row[f'prob_{n}']) for n in ranks]}
-            for row in rows]
+    return [
+        {
+            'filename': row['filename'],
+            'index': [int(row[f'index_{n}']) for n in ranks],
+            'label': [row[f'label_{n}'] for n in ranks],
+            'prob': [float(row[f'prob_{n}']) for n in ranks],
+        }
+        for row in rows
+    ]
 
 
 READERS = {'csv': read_csv, 'json': json.loads, 'jsonl': lambda text: [json.loads(line) for line in text.splitlines()]}
@@ -165,8 +187,7 @@ def onnx_file(run, tmp_path_factory):
     pytest.importorskip('onnxscript')
     pytest.importorskip('onnxruntime')
     path = tmp_path_factory.mktemp('onnx') / 'run.onnx'
-    assert main([
-        'export', 'test_resnet', '--checkpoint', str(run[0]), '--dynamic', 'batch', '-o', str(path)]) == 0
+    assert main(['export', 'test_resnet', '--checkpoint', str(run[0]), '--dynamic', 'batch', '-o', str(path)]) == 0
     return path
 
 
@@ -202,28 +223,30 @@ def test_exported_file_of_features(run, described, pictures, tmp_path):
     describe(outputs=[{'name': 'embedding', 'channels': 3}])
     paths = sorted(pictures.glob('validation/*/*'))
     assert predict('--model', path, '--embeddings', tmp_path / 'new.npz', *paths) == 0
-    np.testing.assert_allclose(
-        np.load(tmp_path / 'new.npz')['embedding'], outputs_of(run[1], paths), atol=1e-4)
+    np.testing.assert_allclose(np.load(tmp_path / 'new.npz')['embedding'], outputs_of(run[1], paths), atol=1e-4)
 
 
-@pytest.mark.parametrize('changes, arguments, message', [
-    ({'weights': 'untrained'}, (), 'has random weights: export it with --pretrained or --checkpoint FILE'),
-    ({'outputs': [{'name': 'embedding', 'channels': 3}]}, (), "gives 'embedding', not class scores"),
-    ({'outputs': [{'name': 'feature_1', 'channels': 3}]}, ('--embeddings', 'x.npz'), 'not one vector of features'),
-    ({}, ('--embeddings', 'x.npz'), "gives 'logits', not one vector of features"),
-    ({}, ('--img-size', '64'), '--img-size: '),
-    ({}, ('--pretrained',), 'has its weights: leave out'),
-    ({'outputs': [{'name': 'logits', 'classes': 0}]}, (), "gives 'logits', not class scores"),
-    ({'weights': 3}, (), 'does not describe it'),
-    ({'outputs': []}, (), 'does not describe it'),
-    ({'input': 3}, (), 'does not describe it'),
-    ({'model': 3}, (), 'does not describe it'),
-    ({'preprocessing': {}}, (), "does not describe it: 'mean'"),
-    ({'preprocessing': dict.fromkeys(('mean', 'std', 'interpolation', 'crop_pct', 'crop_mode'), 'x')}, (), 'mean'),
-    ({'outputs': [{'name': 'logits', 'classes': 10 ** 12}]}, (), 'num_classes'),
-    ({'outputs': [{'name': 'logits', 'classes': 7}]}, (), 'of shape (3,) for an image, not scores of 7 classes'),
-    ({'text': '{'}, (), 'does not describe it'),
-])
+@pytest.mark.parametrize(
+    'changes, arguments, message',
+    [
+        ({'weights': 'untrained'}, (), 'has random weights: export it with --pretrained or --checkpoint FILE'),
+        ({'outputs': [{'name': 'embedding', 'channels': 3}]}, (), "gives 'embedding', not class scores"),
+        ({'outputs': [{'name': 'feature_1', 'channels': 3}]}, ('--embeddings', 'x.npz'), 'not one vector of features'),
+        ({}, ('--embeddings', 'x.npz'), "gives 'logits', not one vector of features"),
+        ({}, ('--img-size', '64'), '--img-size: '),
+        ({}, ('--pretrained',), 'has its weights: leave out'),
+        ({'outputs': [{'name': 'logits', 'classes': 0}]}, (), "gives 'logits', not class scores"),
+        ({'weights': 3}, (), 'does not describe it'),
+        ({'outputs': []}, (), 'does not describe it'),
+        ({'input': 3}, (), 'does not describe it'),
+        ({'model': 3}, (), 'does not describe it'),
+        ({'preprocessing': {}}, (), "does not describe it: 'mean'"),
+        ({'preprocessing': dict.fromkeys(('mean', 'std', 'interpolation', 'crop_pct', 'crop_mode'), 'x')}, (), 'mean'),
+        ({'outputs': [{'name': 'logits', 'classes': 10**12}]}, (), 'num_classes'),
+        ({'outputs': [{'name': 'logits', 'classes': 7}]}, (), 'of shape (3,) for an image, not scores of 7 classes'),
+        ({'text': '{'}, (), 'does not describe it'),
+    ],
+)
 def test_exported_files_that_will_not_do(changes, arguments, message, described, pictures, capsys):
     path, _, describe = described
     describe(**changes)
@@ -234,23 +257,28 @@ def test_exported_files_that_will_not_do(changes, arguments, message, described,
 INDICES = ['0', '1', '2']
 
 
-@pytest.mark.parametrize('cfg, labels', [
-    ({'label_names': ['a', 'b', 'c']}, ['a', 'b', 'c']),
-    ({'label_names': ('n1', 'n2', 'n3'), 'label_descriptions': {'n1': 'cat', 'n2': 'dog', 'n3': 'emu'}},
-     ['cat', 'dog', 'emu']),
-    ({'label_names': {'2': 'c', '0': 'a'}}, ['a', '1', 'c']),
-    ({'label_names': ['a', 'b', 'c'], 'label_descriptions': {'a': 1, 'b': '', 'c': ['x']}}, ['1', '', "['x']"]),
-    ({'label_names': ['a\x1b[2J', 'b\nc', 'd\u202ee']}, ['a\\x1b[2J', 'b\\nc', 'd\\u202ee']),
-    ({'label_names': ['a', 'b']}, INDICES),
-    ({'label_names': ['a', 'b', 'c', 'd']}, INDICES),
-    ({'label_names': {'0': 'a', '3': 'd'}}, INDICES),
-    ({'label_names': ['a', 'b', 3]}, INDICES),
-    ({'label_names': {'x': 'a'}}, INDICES),
-    ({'label_names': 'abc'}, INDICES),
-    ({'label_names': ['a', 'b', 'c'], 'label_descriptions': {'a': 'cat'}}, INDICES),
-    ({'label_names': None, 'tag': 'a1_in1k'}, INDICES),
-    ({}, INDICES),
-])
+@pytest.mark.parametrize(
+    'cfg, labels',
+    [
+        ({'label_names': ['a', 'b', 'c']}, ['a', 'b', 'c']),
+        (
+            {'label_names': ('n1', 'n2', 'n3'), 'label_descriptions': {'n1': 'cat', 'n2': 'dog', 'n3': 'emu'}},
+            ['cat', 'dog', 'emu'],
+        ),
+        ({'label_names': {'2': 'c', '0': 'a'}}, ['a', '1', 'c']),
+        ({'label_names': ['a', 'b', 'c'], 'label_descriptions': {'a': 1, 'b': '', 'c': ['x']}}, ['1', '', "['x']"]),
+        ({'label_names': ['a\x1b[2J', 'b\nc', 'd\u202ee']}, ['a\\x1b[2J', 'b\\nc', 'd\\u202ee']),
+        ({'label_names': ['a', 'b']}, INDICES),
+        ({'label_names': ['a', 'b', 'c', 'd']}, INDICES),
+        ({'label_names': {'0': 'a', '3': 'd'}}, INDICES),
+        ({'label_names': ['a', 'b', 3]}, INDICES),
+        ({'label_names': {'x': 'a'}}, INDICES),
+        ({'label_names': 'abc'}, INDICES),
+        ({'label_names': ['a', 'b', 'c'], 'label_descriptions': {'a': 'cat'}}, INDICES),
+        ({'label_names': None, 'tag': 'a1_in1k'}, INDICES),
+        ({}, INDICES),
+    ],
+)
 def test_names_of_classes(cfg, labels):
     assert class_labels(cfg, 3) == labels
 
@@ -277,7 +305,7 @@ def test_names_of_checkpoints(pictures, tmp_path):
     info = ImageNetInfo()
 
     def labels(*arguments):
-        record, = predicted(tmp_path, *arguments, picture)
+        (record,) = predicted(tmp_path, *arguments, picture)
         return record['index'], record['label']
 
     write_run(path, 1000, 'flatten_pvt_v2_b0', kwargs=SMALL, label_names=None)
@@ -323,9 +351,10 @@ def test_kinds_of_pictures(run, tmp_path):
 def test_network_for_one_channel(pictures, tmp_path):
     model = write_run(tmp_path / 'last.pth.tar', in_chans=1)
     picture = next(pictures.rglob('*.png'))
-    grey = create_transform(
-        (1, 32, 32), crop_pct=0.7, mean=(0.4,), std=(0.2,), interpolation='nearest')(open_image(picture, 'L'))
-    record, = predicted(tmp_path, '--checkpoint', tmp_path / 'last.pth.tar', picture)
+    grey = create_transform((1, 32, 32), crop_pct=0.7, mean=(0.4,), std=(0.2,), interpolation='nearest')(
+        open_image(picture, 'L')
+    )
+    (record,) = predicted(tmp_path, '--checkpoint', tmp_path / 'last.pth.tar', picture)
     with torch.no_grad():
         expected = model(grey[None]).softmax(1)[0]
     assert record['prob'] == pytest.approx(expected.sort(descending=True).values.tolist(), abs=1e-5)
@@ -336,7 +365,7 @@ def test_unreadable_pictures_are_named_and_the_others_kept(run, tmp_path, caplog
     root = write_kinds(tmp_path / 'kinds')
     good = sorted(root.iterdir())
     content = (root / 'a.png').read_bytes()
-    bad = {'b.png': content[:len(content) // 2], 'c.jpg': b'', 'd.png': b'words', 'e\n.png': b'\x89PNG\r\n\x1a\n'}
+    bad = {'b.png': content[: len(content) // 2], 'c.jpg': b'', 'd.png': b'words', 'e\n.png': b'\x89PNG\r\n\x1a\n'}
     Image.new('RGB', (1, 1001)).save(root / 'f.png')
     for name, content in bad.items():
         (root / name).write_bytes(content)
@@ -362,7 +391,16 @@ def test_folders(run, pictures, tmp_path, caplog):
     """Folders in folders and links, sorted; not what is hidden, or no picture; named files whatever their suffix."""
     root, picture = tmp_path / 'root', next(pictures.rglob('*.png'))
     for name in (
-            'b/c/2.png', 'b/1.JPG', 'a.png', '.hidden.png', '.folder/a.png', '__MACOSX/a.png', 'x.txt', 'b/y', 'b/z'):
+        'b/c/2.png',
+        'b/1.JPG',
+        'a.png',
+        '.hidden.png',
+        '.folder/a.png',
+        '__MACOSX/a.png',
+        'x.txt',
+        'b/y',
+        'b/z',
+    ):
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(picture, path)
@@ -438,39 +476,48 @@ def test_what_a_stream_passes_over_is_counted(workers, run, tmp_path, caplog):
     (images / 'validation' / 'green' / '1.png').write_bytes(b'words')
     shards = '--dataset', 'wds/x', '--data-dir', write_shards(tmp_path / 'shards', images, 1)
     assert len(predicted(tmp_path, '--checkpoint', run[0], *shards, '-j', workers, status=1)) == 5
-    assert caplog.messages[-1] == (
-        '1 of 6 images are missing: the stream has passed over what it could not read')
+    assert caplog.messages[-1] == ('1 of 6 images are missing: the stream has passed over what it could not read')
 
 
-@pytest.mark.parametrize('arguments, message', [
-    ((), 'name pictures or folders of them, or a data set with --dataset and --data-dir'),
-    (('a.png', '--data-dir', '.'), 'name pictures or folders of them, or a data set'),
-    (('a.png', '--checkpoint', 'run'), "there is no file or folder 'a.png'"),
-    (('empty', '--checkpoint', 'run'), "there are no images in 'empty'"),
-    (('good.png',), 'name a model with --model, or a checkpoint of train.py with --checkpoint'),
-    (('good.png', '--model', 'test_resnet'),
-     "--model 'test_resnet' alone has random weights: add --pretrained, or --checkpoint FILE"),
-    (('good.png', '--model', 'test_resnetx', '--pretrained'), "unknown model 'test_resnetx'"),
-    (('good.png', '--model', 'none.onnx'), "--model 'none.onnx': there is no such file"),
-    (('good.png', '--checkpoint', 'x.onnx'), 'give it as --model'),
-    (('good.png', '--checkpoint', 'none'), "there is no file 'none'"),
-    (('good.png', '--checkpoint', 'empty'), "in 'empty': give the output folder of a run"),
-    (('good.png', '--checkpoint', 'run', '--topk', '0'), '--topk 0: must be positive'),
-    (('good.png', '--checkpoint', 'run', '-b', '0'), '--batch-size 0: must be positive'),
-    (('good.png', '--checkpoint', 'run', '--num-samples', '0'), '--num-samples 0: must be positive'),
-    (('good.png', '--checkpoint', 'run', '-j', '-1'), '--workers -1: must not be negative'),
-    (('good.png', '--checkpoint', 'run', '--device', 'tpu9'), "--device 'tpu9'"),
-    (('good.png', '--checkpoint', 'run', '--img-size', '0'), '--img-size must be one or two positive numbers, got 0'),
-    (('good.png', '--checkpoint', 'run', '--results-file', 'x.xls'),
-     "--results-file to 'x.xls': its name must end in one of csv, json, jsonl, parquet"),
-    (('good.png', '--checkpoint', 'run', '--results-file', 'no/x.csv'), "there is no folder 'no'"),
-    (('good.png', '--checkpoint', 'run', '--results-format', 'parquet'), 'needs a --results-file'),
-    (('good.png', '--checkpoint', 'run', '--embeddings', 'x.csv'), 'its name must end in one of npz, parquet'),
-    (('good.png', '--checkpoint', 'run', '--embeddings', 'x.npz', '--results-file', 'x.csv'), 'leave out'),
-    (('--checkpoint', 'run', '--data-dir', 'none'), "--data-dir 'none' does not exist"),
-    (('--checkpoint', 'run', '--dataset', 'x', '--data-dir', '.'), "--dataset 'x': must be PREFIX/NAME"),
-    (('--checkpoint', 'run', '--data-dir', '.', '--split', 'x'), "put each into a folder"),
-])
+@pytest.mark.parametrize(
+    'arguments, message',
+    [
+        ((), 'name pictures or folders of them, or a data set with --dataset and --data-dir'),
+        (('a.png', '--data-dir', '.'), 'name pictures or folders of them, or a data set'),
+        (('a.png', '--checkpoint', 'run'), "there is no file or folder 'a.png'"),
+        (('empty', '--checkpoint', 'run'), "there are no images in 'empty'"),
+        (('good.png',), 'name a model with --model, or a checkpoint of train.py with --checkpoint'),
+        (
+            ('good.png', '--model', 'test_resnet'),
+            "--model 'test_resnet' alone has random weights: add --pretrained, or --checkpoint FILE",
+        ),
+        (('good.png', '--model', 'test_resnetx', '--pretrained'), "unknown model 'test_resnetx'"),
+        (('good.png', '--model', 'none.onnx'), "--model 'none.onnx': there is no such file"),
+        (('good.png', '--checkpoint', 'x.onnx'), 'give it as --model'),
+        (('good.png', '--checkpoint', 'none'), "there is no file 'none'"),
+        (('good.png', '--checkpoint', 'empty'), "in 'empty': give the output folder of a run"),
+        (('good.png', '--checkpoint', 'run', '--topk', '0'), '--topk 0: must be positive'),
+        (('good.png', '--checkpoint', 'run', '-b', '0'), '--batch-size 0: must be positive'),
+        (('good.png', '--checkpoint', 'run', '--num-samples', '0'), '--num-samples 0: must be positive'),
+        (('good.png', '--checkpoint', 'run', '-j', '-1'), '--workers -1: must not be negative'),
+        (('good.png', '--checkpoint', 'run', '--device', 'tpu9'), "--device 'tpu9'"),
+        (
+            ('good.png', '--checkpoint', 'run', '--img-size', '0'),
+            '--img-size must be one or two positive numbers, got 0',
+        ),
+        (
+            ('good.png', '--checkpoint', 'run', '--results-file', 'x.xls'),
+            "--results-file to 'x.xls': its name must end in one of csv, json, jsonl, parquet",
+        ),
+        (('good.png', '--checkpoint', 'run', '--results-file', 'no/x.csv'), "there is no folder 'no'"),
+        (('good.png', '--checkpoint', 'run', '--results-format', 'parquet'), 'needs a --results-file'),
+        (('good.png', '--checkpoint', 'run', '--embeddings', 'x.csv'), 'its name must end in one of npz, parquet'),
+        (('good.png', '--checkpoint', 'run', '--embeddings', 'x.npz', '--results-file', 'x.csv'), 'leave out'),
+        (('--checkpoint', 'run', '--data-dir', 'none'), "--data-dir 'none' does not exist"),
+        (('--checkpoint', 'run', '--dataset', 'x', '--data-dir', '.'), "--dataset 'x': must be PREFIX/NAME"),
+        (('--checkpoint', 'run', '--data-dir', '.', '--split', 'x'), 'put each into a folder'),
+    ],
+)
 def test_bad_arguments(arguments, message, run, pictures, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'empty').mkdir()
@@ -486,7 +533,8 @@ def test_parquet_without_its_package(run, pictures, tmp_path, monkeypatch, capsy
     for option in ('--results-file', '--embeddings'):
         assert predict(pictures, '--checkpoint', run[0], option, tmp_path / 'x.parquet') == 2
         assert f"{option} '{tmp_path}/x.parquet' needs pyarrow: pip install 'flatten_zoo[parquet]'" in (
-            capsys.readouterr().err)
+            capsys.readouterr().err
+        )
 
 
 def test_networks_that_give_no_classes(pictures, tmp_path, capsys, caplog):

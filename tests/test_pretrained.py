@@ -1,4 +1,5 @@
 """`pretrained=True`: official files from a server on this machine, and timm's options around them."""
+
 import io
 import os
 from pathlib import Path
@@ -64,7 +65,8 @@ def content(model):
 
 def create(server, name=NAME, file=FILE, **kwargs):
     return timm.create_model(
-        name, pretrained=True, pretrained_cfg_overlay=dict(url=(f'{server.address}/f/0/?dl=1', file)), **kwargs).eval()
+        name, pretrained=True, pretrained_cfg_overlay=dict(url=(f'{server.address}/f/0/?dl=1', file)), **kwargs
+    ).eval()
 
 
 def assert_same(actual, expected, but=()):
@@ -166,8 +168,7 @@ def test_precedence_of_timm(model, content, cache, tmp_path):
         server.content = io.BytesIO()
         torch.save(own, server.content)
         server.content = server.content.getvalue()
-        plain = timm.create_model(
-            NAME, pretrained=True, pretrained_cfg_overlay=dict(url=f'{server.address}/mine.pth'))
+        plain = timm.create_model(NAME, pretrained=True, pretrained_cfg_overlay=dict(url=f'{server.address}/mine.pth'))
         assert all(torch.equal(value, own[key]) for key, value in plain.state_dict().items())
     timm.create_model(NAME)  # nothing is needed, so nothing is asked
 
@@ -181,8 +182,9 @@ def test_broken_connections_are_taken_up_again(ranges, model, content, cache):
     assert (cache / FILE).read_bytes() == content
 
 
-@pytest.mark.parametrize(('fault', 'message', 'tries'), [
-    (1000, '1000 of', 5), ('503', '503', 5), ('404', '404', 1)], ids=str)
+@pytest.mark.parametrize(
+    ('fault', 'message', 'tries'), [(1000, '1000 of', 5), ('503', '503', 5), ('404', '404', 1)], ids=str
+)
 def test_failed_downloads_leave_nothing(fault, message, tries, content, cache):
     with file_server(content, faults=[fault] * 9, ranges=False) as server:
         with pytest.raises(UsageError, match=f'{message}.*browser'):
@@ -244,7 +246,8 @@ def test_interrupted_download_leaves_nothing(content, cache, monkeypatch):
 def test_hub_account(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        'timm.models._builder.load_state_dict_from_hf', lambda name, **kwargs: asked.append(name) or 1 / 0)
+        'timm.models._builder.load_state_dict_from_hf', lambda name, **kwargs: asked.append(name) or 1 / 0
+    )
 
     def ask(name, **kwargs):
         with pytest.raises(ZeroDivisionError):

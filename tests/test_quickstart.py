@@ -1,4 +1,5 @@
 """The quickstart, as `make demo` runs it."""
+
 import json
 import os
 import subprocess
@@ -26,8 +27,13 @@ def test_quickstart_reads_digits(tmp_path):
     environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
     subprocess.run([sys.executable, ROOT / 'train.py', '--config', CONFIG], cwd=tmp_path, env=environment, check=True)
     done = subprocess.run(
-        [sys.executable, ROOT / 'validate.py', '--checkpoint', 'output/train/quickstart'], cwd=tmp_path,
-        env=environment, check=True, capture_output=True, text=True)
+        [sys.executable, ROOT / 'validate.py', '--checkpoint', 'output/train/quickstart'],
+        cwd=tmp_path,
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     results = json.loads(done.stdout.removeprefix('--result\n'))
     assert results['images'] == 360
     assert results['top1'] >= 98.5

@@ -1,4 +1,5 @@
 """The recipes in configs/: what the project's own parser and builders make of them, against the authors' settings."""
+
 import json
 import math
 from contextlib import contextmanager
@@ -42,25 +43,37 @@ CPU = torch.device('cpu')
 
 # The authors' settings; the rates are those before scaling by (images of all GPUs) / 512.
 COLUMNS = (
-    'batch', 'weight_decay', 'epochs', 'warmup', 'cooldown', 'lr', 'warmup_lr', 'min_lr', 'clip', 'ema', 'drop_path',
-    'size', 'resized')
+    'batch',
+    'weight_decay',
+    'epochs',
+    'warmup',
+    'cooldown',
+    'lr',
+    'warmup_lr',
+    'min_lr',
+    'clip',
+    'ema',
+    'drop_path',
+    'size',
+    'resized',
+)
 TABLE = {
-    'flatten_pvt_t':       (128, 0.05, 300, 5, 10, 5e-4, 1e-6, 1e-5, None, None, 0.1, 224, 256),
-    'flatten_pvt_s':       (64, 0.05, 300, 5, 10, 5e-4, 1e-6, 1e-5, None, None, 0.1, 224, 256),
-    'flatten_pvt_m':       (64, 0.05, 300, 5, 10, 5e-4, 1e-6, 1e-5, 1.0, None, 0.3, 224, 256),
-    'flatten_pvt_b':       (32, 0.05, 300, 5, 10, 5e-4, 1e-6, 1e-5, 1.0, None, 0.3, 224, 256),
-    'flatten_pvt_v2_b0':   (128, 0.05, 300, 5, 10, 5e-4, 1e-6, 1e-5, None, None, 0.1, 224, 256),
-    'flatten_pvt_v2_b1':   (128, 0.05, 300, 5, 10, 5e-4, 1e-6, 1e-5, None, None, 0.1, 224, 256),
-    'flatten_pvt_v2_b2':   (128, 0.05, 300, 5, 10, 5e-4, 1e-6, 1e-5, None, None, 0.1, 224, 256),
-    'flatten_pvt_v2_b3':   (128, 0.05, 300, 5, 10, 5e-4, 1e-6, 1e-5, 1.0, None, 0.3, 224, 256),
-    'flatten_pvt_v2_b4':   (64, 0.05, 300, 5, 10, 5e-4, 1e-6, 1e-5, 1.0, None, 0.3, 224, 256),
-    'flatten_swin_t':      (128, 0.05, 300, 20, 0, 5e-4, 5e-7, 5e-6, 5.0, None, 0.2, 224, 256),
-    'flatten_swin_s':      (128, 0.05, 300, 20, 0, 5e-4, 5e-7, 5e-6, 5.0, None, 0.3, 224, 256),
-    'flatten_swin_b':      (64, 0.05, 300, 20, 0, 5e-4, 5e-7, 5e-6, 5.0, None, 0.5, 224, 256),
-    'flatten_cswin_t':     (256, 0.05, 300, 20, 10, 5e-4, 1e-6, 1e-5, None, 0.99984, 0.2, 224, 256),
-    'flatten_cswin_s':     (128, 0.05, 300, 20, 10, 5e-4, 1e-6, 1e-5, None, 0.99984, 0.4, 224, 256),
-    'flatten_cswin_b':     (64, 0.1, 300, 20, 10, 5e-4, 1e-6, 1e-5, None, 0.99982, 0.5, 224, 256),
-    'flatten_swin_b_384':  (32, 1e-8, 30, 5, 0, 2e-5, 2e-8, 2e-7, 5.0, None, 0.5, 384, 384),
+    'flatten_pvt_t': (128, 0.05, 300, 5, 10, 5e-4, 1e-6, 1e-5, None, None, 0.1, 224, 256),
+    'flatten_pvt_s': (64, 0.05, 300, 5, 10, 5e-4, 1e-6, 1e-5, None, None, 0.1, 224, 256),
+    'flatten_pvt_m': (64, 0.05, 300, 5, 10, 5e-4, 1e-6, 1e-5, 1.0, None, 0.3, 224, 256),
+    'flatten_pvt_b': (32, 0.05, 300, 5, 10, 5e-4, 1e-6, 1e-5, 1.0, None, 0.3, 224, 256),
+    'flatten_pvt_v2_b0': (128, 0.05, 300, 5, 10, 5e-4, 1e-6, 1e-5, None, None, 0.1, 224, 256),
+    'flatten_pvt_v2_b1': (128, 0.05, 300, 5, 10, 5e-4, 1e-6, 1e-5, None, None, 0.1, 224, 256),
+    'flatten_pvt_v2_b2': (128, 0.05, 300, 5, 10, 5e-4, 1e-6, 1e-5, None, None, 0.1, 224, 256),
+    'flatten_pvt_v2_b3': (128, 0.05, 300, 5, 10, 5e-4, 1e-6, 1e-5, 1.0, None, 0.3, 224, 256),
+    'flatten_pvt_v2_b4': (64, 0.05, 300, 5, 10, 5e-4, 1e-6, 1e-5, 1.0, None, 0.3, 224, 256),
+    'flatten_swin_t': (128, 0.05, 300, 20, 0, 5e-4, 5e-7, 5e-6, 5.0, None, 0.2, 224, 256),
+    'flatten_swin_s': (128, 0.05, 300, 20, 0, 5e-4, 5e-7, 5e-6, 5.0, None, 0.3, 224, 256),
+    'flatten_swin_b': (64, 0.05, 300, 20, 0, 5e-4, 5e-7, 5e-6, 5.0, None, 0.5, 224, 256),
+    'flatten_cswin_t': (256, 0.05, 300, 20, 10, 5e-4, 1e-6, 1e-5, None, 0.99984, 0.2, 224, 256),
+    'flatten_cswin_s': (128, 0.05, 300, 20, 10, 5e-4, 1e-6, 1e-5, None, 0.99984, 0.4, 224, 256),
+    'flatten_cswin_b': (64, 0.1, 300, 20, 10, 5e-4, 1e-6, 1e-5, None, 0.99982, 0.5, 224, 256),
+    'flatten_swin_b_384': (32, 1e-8, 30, 5, 0, 2e-5, 2e-8, 2e-7, 5.0, None, 0.5, 384, 384),
     'flatten_cswin_b_384': (32, 1e-8, 20, 0, 10, 5e-6, 5e-6, 5e-7, None, 0.99982, 0.7, 384, 438),
 }
 # Learning rates worked out by hand: (epochs into the run, rate).
@@ -75,6 +88,7 @@ BY_HAND = {
 
 class Images(Dataset):
     """As many images as ImageNet-1K has, none of which can be looked at."""
+
     transform = None
 
     def __len__(self):
@@ -129,6 +143,7 @@ def recipes():
         if name not in built:
             built[name] = Recipe(name)
         return built[name]
+
     return recipe
 
 
@@ -168,7 +183,8 @@ def test_optimizer_and_schedule(recipes, name):
 def test_rates_worked_out_by_hand(recipes, name):
     recipe = recipes(name)
     assert [recipe.rate(epoch) for epoch, _ in BY_HAND[name]] == pytest.approx(
-        [rate for _, rate in BY_HAND[name]], rel=1e-3)
+        [rate for _, rate in BY_HAND[name]], rel=1e-3
+    )
 
 
 def test_rate_changes_with_every_update(recipes):
@@ -213,8 +229,15 @@ def test_augmentation(recipes, name):
     erasing = loader.random_erasing
     assert (erasing.probability, erasing.per_pixel, erasing.min_count, erasing.max_count) == (0.25, True, 1, 1)
     assert mixup_arguments(recipe.args, 1000) == {
-        'mixup_alpha': 0.8, 'cutmix_alpha': 1.0, 'cutmix_minmax': None, 'prob': 1.0, 'switch_prob': 0.5,
-        'mode': 'batch', 'label_smoothing': 0.1, 'num_classes': 1000}
+        'mixup_alpha': 0.8,
+        'cutmix_alpha': 1.0,
+        'cutmix_minmax': None,
+        'prob': 1.0,
+        'switch_prob': 0.5,
+        'mode': 'batch',
+        'label_smoothing': 0.1,
+        'num_classes': 1000,
+    }
 
 
 def operations(owner) -> list[auto_augment.AugmentOp]:
@@ -226,9 +249,18 @@ def operations(owner) -> list[auto_augment.AugmentOp]:
     return [op for item in owner for op in operations(item)] if isinstance(owner, list | tuple) else []
 
 
-@pytest.mark.parametrize('options', [
-    '--aa rand-m9-mstd0.5-inc1', '--aa rand-m9', '--aa original', '--aa v0', '--aa augmix-m5-w4-d2',
-    '--aa rand-m9-inc1 --aug-splits 2', '--aa rand-m9-inc1 --train-img-sizes 32 64'])
+@pytest.mark.parametrize(
+    'options',
+    [
+        '--aa rand-m9-mstd0.5-inc1',
+        '--aa rand-m9',
+        '--aa original',
+        '--aa v0',
+        '--aa augmix-m5-w4-d2',
+        '--aa rand-m9-inc1 --aug-splits 2',
+        '--aa rand-m9-inc1 --train-img-sizes 32 64',
+    ],
+)
 def test_strongest_posterize_leaves_a_black_image(options):
     table = dict(auto_augment.NAME_TO_OP)
     args = train_parser().parse_args([*options.split(), '-j', '0', '--img-size', '32', '-b', '1024'])
@@ -275,7 +307,8 @@ def test_attention_resnets_have_timms_a3(recipes):
     assert (args.batch_size, args.opt, recipe.lr, args.weight_decay) == (256, 'lamb', 8e-3, 0.02)
     assert (args.warmup_lr, args.min_lr, recipe.epochs, args.drop_path) == (1e-4, 1e-6, 100, None)
     assert [recipe.rate(epoch) for epoch in (0, 1, 5, 50, 99)] == pytest.approx(
-        [1e-4, 1.68e-3, 7.951e-3, 4.0005e-3, 2.973e-6], rel=1e-3)
+        [1e-4, 1.68e-3, 7.951e-3, 4.0005e-3, 2.973e-6], rel=1e-3
+    )
     config = input_config(args, recipe.model)
     assert (config['input_size'], config['crop_pct'], config['interpolation']) == ((3, 160, 160), 0.95, 'bicubic')
     augment = recipe.loader.dataset.transform.transforms[2]
@@ -290,6 +323,7 @@ def test_attention_resnets_have_timms_a3(recipes):
 
 
 # From 224 to 384
+
 
 @pytest.mark.parametrize('name', ['flatten_swin_b_384', 'flatten_cswin_b_384'])
 def test_larger_recipes_start_where_the_smaller_ones_end(recipes, name):

@@ -1,4 +1,5 @@
 """What a file says of its network is checked: nothing is fetched, opened or written that was not asked for."""
+
 import json
 import socket
 import sys
@@ -23,15 +24,34 @@ NAME = 'flatten_pvt_t'
 SMALL = dict(img_size=32, depths=(1, 1, 1, 1), embed_dims=(16, 16, 40, 64))
 SETTINGS = dict(crop_pct=0.9, mean=[0.5], std=[0.5], interpolation='bicubic', crop_mode='squash')
 ARGUMENTS = {
-    'pretrained': True, 'pretrained_cfg': {'url': 'http://127.0.0.1:9/x'}, 'pretrained_cfg_overlay': {'file': '/x'},
-    'checkpoint_path': '/x', 'cache_dir': '/x', 'features_only': True, 'device': 'cpu', 'dtype': 'float16',
-    'scriptable': True, 'unknown': 1, 'depths': 10 ** 9, 'embed_dims': 10 ** 7, 'depths ': 1,
+    'pretrained': True,
+    'pretrained_cfg': {'url': 'http://127.0.0.1:9/x'},
+    'pretrained_cfg_overlay': {'file': '/x'},
+    'checkpoint_path': '/x',
+    'cache_dir': '/x',
+    'features_only': True,
+    'device': 'cpu',
+    'dtype': 'float16',
+    'scriptable': True,
+    'unknown': 1,
+    'depths': 10**9,
+    'embed_dims': 10**7,
+    'depths ': 1,
     'mlp_ratios': float('nan'),
-    'img_size': [[[1]]], 'attn_types': '\x1b[31m', 'num_heads': [1] * 1000, 'kernel_size': {'a': 1},
+    'img_size': [[[1]]],
+    'attn_types': '\x1b[31m',
+    'num_heads': [1] * 1000,
+    'kernel_size': {'a': 1},
 }
 WRONG = {
-    'mean': 'abc', 'std': [0.], 'crop_pct': float('nan'), 'interpolation': {'a': 1}, 'input_size': [3, 10 ** 6, 1],
-    'crop_mode': '\n---\nlicense: mit\n', 'img_size': -1, 'in_chans': 10 ** 9,
+    'mean': 'abc',
+    'std': [0.0],
+    'crop_pct': float('nan'),
+    'interpolation': {'a': 1},
+    'input_size': [3, 10**6, 1],
+    'crop_mode': '\n---\nlicense: mit\n',
+    'img_size': -1,
+    'in_chans': 10**9,
 }
 watched = None  # what is opened for writing or because a file says so, or sent, while somebody wants to know
 
@@ -41,8 +61,11 @@ def hook(event, arguments):
         return
     written = event == 'open' and isinstance(arguments[0], str | bytes) and arguments[2] & 3
     named = event == 'open' and str(arguments[0]).startswith('/x')  # by a hostile file
-    if written or named or event in (
-            'os.mkdir', 'os.rename', 'socket.connect', 'socket.getaddrinfo', 'subprocess.Popen'):
+    if (
+        written
+        or named
+        or event in ('os.mkdir', 'os.rename', 'socket.connect', 'socket.getaddrinfo', 'subprocess.Popen')
+    ):
         watched.append((event, str(arguments[0])))
 
 
@@ -52,6 +75,7 @@ sys.addaudithook(hook)
 @pytest.fixture
 def writes(tmp_path, monkeypatch):
     """What was done outside a folder of output, with sockets refused."""
+
     def refuse(*args, **kwargs):
         raise AssertionError('a socket was opened')
 
@@ -72,10 +96,14 @@ def model():
 
 
 def checkpoint(path, arguments=None, arch=NAME, **settings):
-    torch.save({
-        'arch': arch, 'state_dict': model().state_dict(),
-        'args': {'model': NAME, 'gp': None, 'model_kwargs': {**SMALL, **(arguments or {})}, **settings},
-    }, path)
+    torch.save(
+        {
+            'arch': arch,
+            'state_dict': model().state_dict(),
+            'args': {'model': NAME, 'gp': None, 'model_kwargs': {**SMALL, **(arguments or {})}, **settings},
+        },
+        path,
+    )
     return path
 
 
@@ -91,8 +119,11 @@ def refused(capsys, argv, command=cli.main) -> str:
 @pytest.mark.parametrize('key', ARGUMENTS)
 def test_arguments_that_a_file_may_not_give(tmp_path, capsys, writes, key):
     path = checkpoint(tmp_path / 'c.pth', {key: ARGUMENTS[key]})
-    for argv in (['convert', path, '-o', tmp_path / 'out'], ['push', path, '--repo', 'me/x', '--dry-run'],
-                 ['export', NAME, '--format', 'pt2', '--checkpoint', path, '-o', tmp_path / 'out' / 'x.pt2']):
+    for argv in (
+        ['convert', path, '-o', tmp_path / 'out'],
+        ['push', path, '--repo', 'me/x', '--dry-run'],
+        ['export', NAME, '--format', 'pt2', '--checkpoint', path, '-o', tmp_path / 'out' / 'x.pt2'],
+    ):
         assert key in refused(capsys, argv)
     save_model(model(), tmp_path / 'out' / 'folder', 'x')
     config = tmp_path / 'out' / 'folder' / 'config.json'
@@ -117,7 +148,7 @@ def test_a_recorded_model_is_a_registered_one(tmp_path, capsys, arch):
 
 
 def test_a_network_that_its_file_cannot_hold(tmp_path, capsys):
-    path = checkpoint(tmp_path / 'c.pth', {'embed_dims': [2 ** 16, 2 ** 16, 65520, 2 ** 16]})
+    path = checkpoint(tmp_path / 'c.pth', {'embed_dims': [2**16, 2**16, 65520, 2**16]})
     assert 'cannot hold' in refused(capsys, ['convert', path, '-o', tmp_path / 'out'])
 
 
@@ -157,10 +188,13 @@ def test_no_way_in_touches_the_network_or_other_files(tmp_path, capsys, writes):
     plain = torch.save(timm.create_model('test_resnet', num_classes=3).state_dict(), out / 'r.pth') or out / 'r.pth'
     watched.clear()
     torch.save(timm.create_model(NAME).state_dict(), out / 'whole.pth')
-    for argv in (['convert', path, '-o', out / 'folder'], ['push', path, '--repo', 'me/x', '--dry-run'],
-                 ['push', out / 'folder', '--repo', 'me/x', '--dry-run'],
-                 ['export', NAME, '--checkpoint', path, '--format', 'pt2', '-o', out / 'x.pt2'],
-                 ['visualize', picture, '--model', NAME, '--checkpoint', out / 'whole.pth', '-o', out / 'v.png']):
+    for argv in (
+        ['convert', path, '-o', out / 'folder'],
+        ['push', path, '--repo', 'me/x', '--dry-run'],
+        ['push', out / 'folder', '--repo', 'me/x', '--dry-run'],
+        ['export', NAME, '--checkpoint', path, '--format', 'pt2', '-o', out / 'x.pt2'],
+        ['visualize', picture, '--model', NAME, '--checkpoint', out / 'whole.pth', '-o', out / 'v.png'],
+    ):
         assert cli.main([str(word) for word in argv]) == 0
     tiny = ['--model', 'test_resnet', '--num-classes', '3', '--img-size', '32', '-b', '4', '-j', '0', '--device', 'cpu']
     run = [*tiny, str(images), '--output', str(out), '--experiment', 'run', '--lr', '.01', '--warmup-epochs', '0']
@@ -172,9 +206,15 @@ def test_no_way_in_touches_the_network_or_other_files(tmp_path, capsys, writes):
     legitimate = yaml.safe_load(recorded.read_text())
     recorded.write_text(yaml.safe_dump(legitimate | {'pretrained': True, 'initial_checkpoint': '/x'}))
     assert validate(['--checkpoint', str(out / 'run')]) == 0, 'its weights are those of its checkpoint'
-    for wrong in ({'model': 'hf-hub:me/x'}, {'dataset': 'hfds/me/x'}, {'model_kwargs': {'cache_dir': '/x'}},
-                  {'model_kwargs': {'layers': [10 ** 9]}}, {'workers': 10 ** 9}, {'mean': [float('nan')]},
-                  {'num_classes': 2 ** 24}):
+    for wrong in (
+        {'model': 'hf-hub:me/x'},
+        {'dataset': 'hfds/me/x'},
+        {'model_kwargs': {'cache_dir': '/x'}},
+        {'model_kwargs': {'layers': [10**9]}},
+        {'workers': 10**9},
+        {'mean': [float('nan')]},
+        {'num_classes': 2**24},
+    ):
         recorded.write_text(yaml.safe_dump(legitimate | wrong))
         refused(capsys, ['--checkpoint', out / 'run'], validate)
     assert writes() == []

@@ -1,4 +1,5 @@
 """Folding by `timm.utils.reparameterize_model`: outputs stay, what is constant is gone, training is refused."""
+
 import copy
 
 import pytest
@@ -69,9 +70,15 @@ def assert_nothing_left(folded: nn.Module, *shape) -> None:
         assert 'repeat' not in str(node.target) or node.args[0].op != 'placeholder'
 
 
-@pytest.mark.parametrize('name', [  # tracing takes long
-    name if name in ('flatten_swin_t', 'flatten_cswin_t', 'ea_resnet50', 'issa_resnet50')
-    else pytest.param(name, marks=pytest.mark.slow) for name in SHALLOW])
+@pytest.mark.parametrize(
+    'name',
+    [  # tracing takes long
+        name
+        if name in ('flatten_swin_t', 'flatten_cswin_t', 'ea_resnet50', 'issa_resnet50')
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in SHALLOW
+    ],
+)
 def test_every_network(name):
     model = small(name)
     before = copy.deepcopy(model.state_dict())
@@ -91,8 +98,8 @@ def test_every_network(name):
     assert_same(torch.compile(folded, fullgraph=True, backend='eager'), model)
 
     image = x[:1].clone().requires_grad_()  # as for saliency maps
-    expected, = torch.autograd.grad(model(image).square().sum(), image)
-    actual, = torch.autograd.grad(folded(image).square().sum(), image)
+    (expected,) = torch.autograd.grad(model(image).square().sum(), image)
+    (actual,) = torch.autograd.grad(folded(image).square().sum(), image)
     assert (actual - expected).abs().max() <= 1e-4 * expected.abs().max()
     assert reparameterize_model(model, inplace=True) is model
     assert_same(model, folded, tolerance=1e-12)
@@ -158,9 +165,11 @@ def test_torchvisions_feature_extractor(name):
     assert_same(extractor, model)
 
 
-@pytest.mark.parametrize('options', [
-    {'qkv_bias': False}, {'num_heads': 1, 'kernel_size': 1, 'focusing_factor': 9}, {'dynamic_grid_size': True},
-], ids=str)
+@pytest.mark.parametrize(
+    'options',
+    [{'qkv_bias': False}, {'num_heads': 1, 'kernel_size': 1, 'focusing_factor': 9}, {'dynamic_grid_size': True}],
+    ids=str,
+)
 def test_the_operator_by_itself(options):
     torch.manual_seed(0)
     network = trained(nn.Sequential(FocusedLinearAttention(16, **{'num_heads': 2, 'grid_size': (6, 5), **options})))
@@ -196,9 +205,15 @@ def test_replaced_attention():
     assert_same(folded, model)
 
 
-@pytest.mark.parametrize('options', [
-    {'stem_type': 'deep', 'avg_down': True}, {'block': BasicBlock, 'block_args': {'attn_layer': 'se'}},
-    {'output_stride': 8, 'cardinality': 2, 'base_width': 32}], ids=str)
+@pytest.mark.parametrize(
+    'options',
+    [
+        {'stem_type': 'deep', 'avg_down': True},
+        {'block': BasicBlock, 'block_args': {'attn_layer': 'se'}},
+        {'output_stride': 8, 'cardinality': 2, 'base_width': 32},
+    ],
+    ids=str,
+)
 def test_forms_of_resnets(options):
     model = small('ea_resnet50', **options)
     folded = reparameterize_model(model)
@@ -218,8 +233,13 @@ def test_nothing_is_folded_where_a_layer_has_been_replaced():
 
 def test_segmentation_head():
     torch.manual_seed(0)
-    model = trained(isa_net('issa_resnet50', 5, backbone_kwargs={
-        'layers': (1, 1, 1, 1), 'channels': (8, 16, 24, 32), 'zero_init_last': False}))
+    model = trained(
+        isa_net(
+            'issa_resnet50',
+            5,
+            backbone_kwargs={'layers': (1, 1, 1, 1), 'channels': (8, 16, 24, 32), 'zero_init_last': False},
+        )
+    )
     folded = reparameterize_model(model)
     assert_nothing_left(folded)
     assert_same(folded, model)

@@ -1,4 +1,5 @@
 """replace_attention: linear attention for timm transformers that already exist."""
+
 import pytest
 import timm
 import torch
@@ -12,7 +13,8 @@ SMALL = {
     'pvt_v2_b0': dict(depths=(1, 1, 2, 1), embed_dims=(16, 32, 40, 64)),
 }
 TWINS = {
-    'deit_tiny_patch16_224': 'flatten_deit_t', 'swin_tiny_patch4_window7_224': 'flatten_swin_t',
+    'deit_tiny_patch16_224': 'flatten_deit_t',
+    'swin_tiny_patch4_window7_224': 'flatten_swin_t',
     'pvt_v2_b0': 'flatten_pvt_v2_b0',
 }
 sources = pytest.mark.parametrize('name', SMALL)
@@ -35,8 +37,9 @@ def projections(model):
             weights.append((module.qkv.weight, module.qkv.bias, module.proj.weight, module.proj.bias))
         elif hasattr(module, 'proj') and hasattr(module, 'kv'):
             q, kv = module.q, module.kv
-            weights.append((torch.cat([q.weight, kv.weight]), torch.cat([q.bias, kv.bias]),
-                            module.proj.weight, module.proj.bias))
+            weights.append(
+                (torch.cat([q.weight, kv.weight]), torch.cat([q.bias, kv.bias]), module.proj.weight, module.proj.bias)
+            )
     return [[w.detach().clone() for w in block] for block in weights]
 
 
@@ -99,8 +102,11 @@ def test_vit_with_free_sizes():
 @pytest.mark.parametrize('qkv_bias', [True, False])
 def test_efficient_attention_in_a_vit(class_token, qkv_bias):
     model = create(
-        'deit_tiny_patch16_224', class_token=class_token, global_pool='token' if class_token else 'avg',
-        qkv_bias=qkv_bias)
+        'deit_tiny_patch16_224',
+        class_token=class_token,
+        global_pool='token' if class_token else 'avg',
+        qkv_bias=qkv_bias,
+    )
     attn = model.blocks[1].attn
     x = torch.randn(2, 9, 48)
     q, k, v = attn.qkv(x).reshape(2, 9, 3, 3, 16).permute(2, 0, 3, 1, 4)
@@ -114,21 +120,29 @@ def test_efficient_attention_in_a_vit(class_token, qkv_bias):
         model(torch.randn(1, 3, 64, 64), is_causal=True)
 
 
-@pytest.mark.parametrize(('name', 'model_kwargs', 'kwargs', 'reason'), [
-    ('deit_tiny_patch16_224', dict(class_token=True, global_pool='token'), {}, 'class_token=False'),
-    ('deit_tiny_patch16_224', dict(patch_drop_rate=0.5), {}, 'patch_drop_rate=0'),
-    ('deit_tiny_patch16_224', dict(qk_norm=True), {}, 'q_norm, k_norm'),
-    ('deit_tiny_patch16_224', {}, dict(where=[3]), r'0 to 2, got \[3\]'),
-    ('deit_tiny_patch16_224', {}, dict(where=[-1]), r'got \[-1\]'),
-    ('deit_tiny_patch16_224', {}, dict(attention='nystrom'), "'nystrom'"),
-    ('deit_tiny_patch16_224', {}, dict(kernel_size=4), 'kernel_size.*4'),
-    ('swin_tiny_patch4_window7_224', {}, dict(kernel_size=4), 'kernel_size.*4'),
-    ('swin_tiny_patch4_window7_224', {}, dict(img_size=96), 'img_size'),
-    ('swin_tiny_patch4_window7_224', {}, dict(attention='efficient'), 'SwinTransformer$'),
-    ('pvt_v2_b0', {}, dict(attention='efficient'), 'PyramidVisionTransformerV2$'),
-    ('deit_tiny_patch16_224', {}, dict(attention='efficient', img_size=64, kernel_size=3), 'img_size, kernel_size$'),
-    ('pvt_v2_b0', {}, dict(kernel_size=4), 'kernel_size.*4'),
-])
+@pytest.mark.parametrize(
+    ('name', 'model_kwargs', 'kwargs', 'reason'),
+    [
+        ('deit_tiny_patch16_224', dict(class_token=True, global_pool='token'), {}, 'class_token=False'),
+        ('deit_tiny_patch16_224', dict(patch_drop_rate=0.5), {}, 'patch_drop_rate=0'),
+        ('deit_tiny_patch16_224', dict(qk_norm=True), {}, 'q_norm, k_norm'),
+        ('deit_tiny_patch16_224', {}, dict(where=[3]), r'0 to 2, got \[3\]'),
+        ('deit_tiny_patch16_224', {}, dict(where=[-1]), r'got \[-1\]'),
+        ('deit_tiny_patch16_224', {}, dict(attention='nystrom'), "'nystrom'"),
+        ('deit_tiny_patch16_224', {}, dict(kernel_size=4), 'kernel_size.*4'),
+        ('swin_tiny_patch4_window7_224', {}, dict(kernel_size=4), 'kernel_size.*4'),
+        ('swin_tiny_patch4_window7_224', {}, dict(img_size=96), 'img_size'),
+        ('swin_tiny_patch4_window7_224', {}, dict(attention='efficient'), 'SwinTransformer$'),
+        ('pvt_v2_b0', {}, dict(attention='efficient'), 'PyramidVisionTransformerV2$'),
+        (
+            'deit_tiny_patch16_224',
+            {},
+            dict(attention='efficient', img_size=64, kernel_size=3),
+            'img_size, kernel_size$',
+        ),
+        ('pvt_v2_b0', {}, dict(kernel_size=4), 'kernel_size.*4'),
+    ],
+)
 def test_what_cannot_be_converted_says_why_and_stays(name, model_kwargs, kwargs, reason):
     model = create(name, **model_kwargs)
     size = 64 if 'img_size' in SMALL[name] else 224
@@ -163,13 +177,28 @@ def test_unknown_networks_are_refused():
     with pytest.raises(ValueError, match='ResNet.*VisionTransformer'):
         replace_attention(timm.create_model('test_resnet'))
     with pytest.raises(ValueError, match='ParallelScalingBlock'):
-        replace_attention(timm.models.vision_transformer.VisionTransformer(
-            img_size=32, depth=1, embed_dim=48, num_heads=3, class_token=False, global_pool='avg',
-            block_fn=timm.models.vision_transformer.ParallelScalingBlock))
+        replace_attention(
+            timm.models.vision_transformer.VisionTransformer(
+                img_size=32,
+                depth=1,
+                embed_dim=48,
+                num_heads=3,
+                class_token=False,
+                global_pool='avg',
+                block_fn=timm.models.vision_transformer.ParallelScalingBlock,
+            )
+        )
     with pytest.raises(ValueError, match='ParallelScalingBlock'):
-        replace_attention(timm.models.vision_transformer.VisionTransformer(
-            img_size=32, depth=1, embed_dim=48, num_heads=3,
-            block_fn=timm.models.vision_transformer.ParallelScalingBlock), 'efficient')
+        replace_attention(
+            timm.models.vision_transformer.VisionTransformer(
+                img_size=32,
+                depth=1,
+                embed_dim=48,
+                num_heads=3,
+                block_fn=timm.models.vision_transformer.ParallelScalingBlock,
+            ),
+            'efficient',
+        )
     with pytest.raises(ValueError, match='efficient.*ResNet'):
         replace_attention(timm.create_model('test_resnet'), 'efficient')
     for name in SMALL:

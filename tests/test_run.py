@@ -1,4 +1,5 @@
 """`flatten-zoo run`: other scripts with the zoo's models registered."""
+
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 from flatten_zoo.cli import main
 
 ROOT = Path(__file__).parents[1]
-SCRIPT = '''
+SCRIPT = """
 import sys
 import timm
 from beside import LAYERS
@@ -19,7 +20,7 @@ if __name__ == '__main__':
     model = timm.create_model('flatten_pvt_t', device='meta')
     print(type(model).__name__, replace_attention.__name__, LAYERS, __file__, sys.argv)
     sys.exit(int(sys.argv[1]))
-'''
+"""
 
 
 @pytest.fixture
@@ -40,8 +41,13 @@ def restored(monkeypatch):
 def flatten_zoo(*arguments, launcher=(), **kwargs) -> subprocess.CompletedProcess:
     environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)}
     return subprocess.run(
-        [sys.executable, *launcher, '-m', 'flatten_zoo', *map(str, arguments)], env=environment, text=True,
-        capture_output=True, timeout=120, **kwargs)
+        [sys.executable, *launcher, '-m', 'flatten_zoo', *map(str, arguments)],
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=120,
+        **kwargs,
+    )
 
 
 def test_script_runs_as_main_and_its_status_is_ours(script):
@@ -93,7 +99,8 @@ def test_torchrun(tmp_path):
     path = tmp_path / 'script.py'
     path.write_text(
         'import os, sys, timm\n'
-        'open(f"{sys.argv[1]}/{os.environ[\'RANK\']}", "w").write(str(timm.is_model("flatten_swin_t")))\n')
+        'open(f"{sys.argv[1]}/{os.environ[\'RANK\']}", "w").write(str(timm.is_model("flatten_swin_t")))\n'
+    )
     launcher = ('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2')
     done = flatten_zoo('run', path, tmp_path, launcher=launcher)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,5 @@
 """Loss and scores of segmentation, and the example that trains."""
+
 import math
 
 import pytest
@@ -47,20 +48,26 @@ def test_scores():
 
 def test_scores_are_those_of_sets_of_pixels():
     torch.manual_seed(0)
-    scores, found, labels = SegmentationScores(list('abc'), ignore_index=-1), torch.randint(3, (4, 9, 7)), \
-        torch.randint(-1, 3, (4, 9, 7))
+    scores, found, labels = (
+        SegmentationScores(list('abc'), ignore_index=-1),
+        torch.randint(3, (4, 9, 7)),
+        torch.randint(-1, 3, (4, 9, 7)),
+    )
     for i in range(4):
-        scores.add(found[i:i + 1], labels[i:i + 1])
+        scores.add(found[i : i + 1], labels[i : i + 1])
     result, counted = scores.compute(), labels >= 0
     for i, name in enumerate('abc'):
         both, either = (found == i) & (labels == i), ((found == i) & counted) | (labels == i)
         assert result[f'IoU {name}'] == pytest.approx((both.sum() / either.sum()).item())
 
 
-@pytest.mark.parametrize('found, labels, message', [
-    (torch.zeros(1, 4, 4, dtype=torch.long), torch.full((1, 4, 4), 3), r'labels must lie in \[0, 3\) or be 255'),
-    (torch.zeros(1, 4, 4, dtype=torch.long), torch.zeros(1, 5, 4, dtype=torch.long), r'\(1, 4, 4\).*\(1, 5, 4\)'),
-])
+@pytest.mark.parametrize(
+    'found, labels, message',
+    [
+        (torch.zeros(1, 4, 4, dtype=torch.long), torch.full((1, 4, 4), 3), r'labels must lie in \[0, 3\) or be 255'),
+        (torch.zeros(1, 4, 4, dtype=torch.long), torch.zeros(1, 5, 4, dtype=torch.long), r'\(1, 4, 4\).*\(1, 5, 4\)'),
+    ],
+)
 def test_scores_of_bad_labels(found, labels, message):
     with pytest.raises(ValueError, match=message):
         SegmentationScores(list('abc')).add(found, labels)
@@ -78,9 +85,10 @@ def example():
     return load_example('train_segmentation')
 
 
-@pytest.mark.parametrize('model, backbone', [
-    ('upernet', 'flatten_pvt_v2_b0'), ('fpn', 'test_resnet'), ('fpn', 'flatten_swin_t'), ('isa_net', 'test_resnet'),
-])
+@pytest.mark.parametrize(
+    'model, backbone',
+    [('upernet', 'flatten_pvt_v2_b0'), ('fpn', 'test_resnet'), ('fpn', 'flatten_swin_t'), ('isa_net', 'test_resnet')],
+)
 def test_example(example, tmp_path, capsys, model, backbone):
     arguments = ['--model', model, '--backbone', backbone, '--shapes', '8', '--batch-size', '4', '--epochs', '1']
     scores = example.main([*arguments, '--device', 'cpu', '--output', str(tmp_path)])
@@ -98,13 +106,30 @@ def test_example(example, tmp_path, capsys, model, backbone):
 def test_example_on_a_folder_of_images_of_other_sizes(example, tmp_path):
     write_shapes(tmp_path / 'data' / 'train', 4, (80, 120), seed=0)
     write_shapes(tmp_path / 'data' / 'val', 2, (100, 70), seed=1)
-    scores = example.main([
-        '--data', str(tmp_path / 'data'), '--model', 'fpn', '--backbone', 'test_resnet', '--image-size', '48',
-        '--batch-size', '2', '--epochs', '1', '--device', 'cpu', '--output', str(tmp_path / 'out')])
+    scores = example.main(
+        [
+            '--data',
+            str(tmp_path / 'data'),
+            '--model',
+            'fpn',
+            '--backbone',
+            'test_resnet',
+            '--image-size',
+            '48',
+            '--batch-size',
+            '2',
+            '--epochs',
+            '1',
+            '--device',
+            'cpu',
+            '--output',
+            str(tmp_path / 'out'),
+        ]
+    )
     assert 0 <= scores['mIoU'] <= 1
 
 
-@pytest.mark.parametrize('backbone, mean', [('flatten_pvt_v2_b0', 0.485), ('mobilevit_xxs', 0.)])
+@pytest.mark.parametrize('backbone, mean', [('flatten_pvt_v2_b0', 0.485), ('mobilevit_xxs', 0.0)])
 def test_images_are_normalised_as_the_backbone_wants_it(example, backbone, mean):
     network = example.build_network(example.parse_args(['--backbone', backbone, '--device', 'cpu']), 4)
     assert network.normalize.mean[0] == mean
@@ -131,17 +156,20 @@ def test_batches_are_padded(example):
     assert labels[0, :33, :20].eq(1).all() and images[1, :, :8, :40].eq(1).all()
 
 
-@pytest.mark.parametrize('arguments, message', [
-    (['--data', 'nowhere'], "there is no folder 'nowhere'"),
-    (['--batch-size', '0'], '--batch-size must be positive, got 0'),
-    (['--workers', '-1'], '--workers must not be negative, got -1'),
-    (['--device', 'abacus'], '--device abacus: '),
-    (['--lr', '1e20'], 'the loss is nan: try a lower --lr'),
-    (['--shapes', '4'], '--batch-size 16 is more than the 4 training images'),
-    (['--backbone', 'flatten_pvt_v2_b9'], "unknown model 'flatten_pvt_v2_b9'; did you mean flatten_pvt_v2_b"),
-    (['--backbone', 'flatten_deit_t'], 'cannot build upernet with --backbone flatten_deit_t'),
-    (['--model', 'isa_net', '--backbone', 'pvt_v2_b0'], 'choose a network that can be dilated'),
-])
+@pytest.mark.parametrize(
+    'arguments, message',
+    [
+        (['--data', 'nowhere'], "there is no folder 'nowhere'"),
+        (['--batch-size', '0'], '--batch-size must be positive, got 0'),
+        (['--workers', '-1'], '--workers must not be negative, got -1'),
+        (['--device', 'abacus'], '--device abacus: '),
+        (['--lr', '1e20'], 'the loss is nan: try a lower --lr'),
+        (['--shapes', '4'], '--batch-size 16 is more than the 4 training images'),
+        (['--backbone', 'flatten_pvt_v2_b9'], "unknown model 'flatten_pvt_v2_b9'; did you mean flatten_pvt_v2_b"),
+        (['--backbone', 'flatten_deit_t'], 'cannot build upernet with --backbone flatten_deit_t'),
+        (['--model', 'isa_net', '--backbone', 'pvt_v2_b0'], 'choose a network that can be dilated'),
+    ],
+)
 def test_example_with_bad_arguments(example, tmp_path, arguments, message):
     with pytest.raises(UsageError, match=message):
         example.main(['--shapes', '16', '--output', str(tmp_path), *arguments])

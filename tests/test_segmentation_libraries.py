@@ -1,4 +1,5 @@
 """Zoo encoders in segmentation-models-pytorch and in transformers, as these libraries build them."""
+
 import itertools
 
 import pytest
@@ -34,10 +35,16 @@ def train_step(model: torch.nn.Module, x: torch.Tensor, classes: int) -> None:
     assert not without
 
 
-@pytest.mark.parametrize('architecture, name, kwargs, channels', [
-    (architecture, *family) if (architecture, family[0]) in QUICK
-    else pytest.param(architecture, *family, marks=pytest.mark.slow)
-    for architecture in ('FPN', 'UPerNet') for family in FAMILIES])
+@pytest.mark.parametrize(
+    'architecture, name, kwargs, channels',
+    [
+        (architecture, *family)
+        if (architecture, family[0]) in QUICK
+        else pytest.param(architecture, *family, marks=pytest.mark.slow)
+        for architecture in ('FPN', 'UPerNet')
+        for family in FAMILIES
+    ],
+)
 def test_smp(tmp_path, architecture, name, kwargs, channels):
     torch.manual_seed(0)
     build = {'FPN': smp.FPN, 'UPerNet': smp.UPerNet}[architecture]
@@ -45,7 +52,8 @@ def test_smp(tmp_path, architecture, name, kwargs, channels):
     assert model.encoder.out_channels[-4:] == channels
     features = model.encoder(torch.randn(1, 3, 96, 32))
     assert [tuple(f.shape) for f in features[-4:]] == [
-        (1, c, 96 // stride, 32 // stride) for c, stride in zip(channels, (4, 8, 16, 32), strict=True)]
+        (1, c, 96 // stride, 32 // stride) for c, stride in zip(channels, (4, 8, 16, 32), strict=True)
+    ]
     train_step(model, torch.randn(2, 3, 96, 64), 4)
 
     x = torch.randn(1, 3, 32, 160)
@@ -83,16 +91,25 @@ SMALL_SWIN = dict(depths=(1, 1, 2, 1), embed_dim=16, num_heads=(1, 2, 4, 8), win
 SMALL_CSWIN = dict(depths=(1, 1, 2, 1), embed_dim=16, num_heads=(2, 2, 4, 8), split_sizes=2)
 
 
-@pytest.mark.parametrize('architecture, output_stride, name, kwargs', [
-    ('DeepLabV3', 8, 'flatten_pvt_v2_b0', SMALL_PVT), ('PAN', 16, 'flatten_swin_t', SMALL_SWIN),
-    *(pytest.param(*decoder, *encoder, marks=pytest.mark.slow) for decoder, encoder in itertools.product(
-        [('DeepLabV3', 8), ('PAN', 16)],
-        [('ea_resnet50', {}), ('flatten_pvt_t', SMALL_PVT), ('flatten_cswin_t', SMALL_CSWIN)])),
-])
+@pytest.mark.parametrize(
+    'architecture, output_stride, name, kwargs',
+    [
+        ('DeepLabV3', 8, 'flatten_pvt_v2_b0', SMALL_PVT),
+        ('PAN', 16, 'flatten_swin_t', SMALL_SWIN),
+        *(
+            pytest.param(*decoder, *encoder, marks=pytest.mark.slow)
+            for decoder, encoder in itertools.product(
+                [('DeepLabV3', 8), ('PAN', 16)],
+                [('ea_resnet50', {}), ('flatten_pvt_t', SMALL_PVT), ('flatten_cswin_t', SMALL_CSWIN)],
+            )
+        ),
+    ],
+)
 def test_smp_dilated(architecture, output_stride, name, kwargs):
     """Networks that take an output stride serve smp's dilated decoders."""
     model = getattr(smp, architecture)(
-        f'tu-{name}', encoder_weights=None, classes=3, encoder_output_stride=output_stride, **kwargs)
+        f'tu-{name}', encoder_weights=None, classes=3, encoder_output_stride=output_stride, **kwargs
+    )
     x = torch.randn(2, 3, 128, 128)
     assert [f.shape[-1] for f in model.encoder(x)] == [128, 64, 32, 16, 128 // output_stride, 128 // output_stride]
     train_step(model, x, 3)
@@ -101,7 +118,8 @@ def test_smp_dilated(architecture, output_stride, name, kwargs):
 def test_smp_deit():
     """A column of maps, not a pyramid: for smp's DPT."""
     model = smp.DPT(
-        'tu-flatten_deit_t', encoder_weights=None, classes=4, decoder_readout='ignore', dynamic_img_size=True)
+        'tu-flatten_deit_t', encoder_weights=None, classes=4, decoder_readout='ignore', dynamic_img_size=True
+    )
     x = torch.randn(2, 3, 64, 96)
     logits = model(x)
     logits.sum().backward()
@@ -117,14 +135,21 @@ def test_smp_plain_vision_transformer_with_a_pyramid(tmp_path, name, kwargs):
     model = smp.UPerNet(encoder, encoder_weights=None, in_channels=channels, classes=4)
     features = model.encoder(torch.randn(1, channels, 96, 64))
     assert [f.shape[1:] for f in features] == [
-        (channels, 96, 64), (0, 48, 32), (32, 24, 16), (32, 12, 8), (32, 6, 4), (32, 3, 2)]
+        (channels, 96, 64),
+        (0, 48, 32),
+        (32, 24, 16),
+        (32, 12, 8),
+        (32, 6, 4),
+        (32, 3, 2),
+    ]
     train_step(model, torch.randn(2, channels, 64, 96), 4)
     x = torch.randn(1, channels, 32, 160)
     expected = model.predict(x)
     model.save_pretrained(tmp_path)
     assert torch.equal(smp.from_pretrained(tmp_path).eval()(x), expected)
     assert smp.UPerNet(encoder, encoder_depth=4, encoder_weights=None, in_channels=channels)(
-        torch.randn(2, channels, 64, 64)).shape == (2, 1, 64, 64)
+        torch.randn(2, channels, 64, 64)
+    ).shape == (2, 1, 64, 64)
     with pytest.raises(ValueError, match='give in_chans=4 to pyramid_encoder'):
         smp.UPerNet(encoder, encoder_weights=None, in_channels=4)
     with pytest.raises(ValueError, match='encoder_output_stride=16'):
@@ -133,19 +158,27 @@ def test_smp_plain_vision_transformer_with_a_pyramid(tmp_path, name, kwargs):
 
 def transformers_upernet(name: str, out_indices: tuple[int, ...] = (0, 1, 2, 3)) -> torch.nn.Module:
     backbone = transformers.TimmBackboneConfig(backbone=name, out_indices=out_indices)
-    return transformers.UperNetForSemanticSegmentation(transformers.UperNetConfig(
-        backbone_config=backbone, hidden_size=32, auxiliary_channels=32, num_labels=5))
+    return transformers.UperNetForSemanticSegmentation(
+        transformers.UperNetConfig(backbone_config=backbone, hidden_size=32, auxiliary_channels=32, num_labels=5)
+    )
 
 
-@pytest.mark.parametrize('name, channels, size', [
-    ('flatten_pvt_v2_b0', [32, 64, 160, 256], (75, 90)),
-    ('flatten_deit_t', [192] * 4, (224, 224)),  # its configuration has no place for img_size
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ('flatten_pvt_t', [64, 128, 320, 512], (75, 90)),
-        ('flatten_swin_t', [96, 192, 384, 768], (224, 224)),
-        ('flatten_cswin_t', [64, 128, 256, 512], (75, 90)),
-        ('ea_resnet50', [256, 512, 1024, 2048], (75, 90)))),
-])
+@pytest.mark.parametrize(
+    'name, channels, size',
+    [
+        ('flatten_pvt_v2_b0', [32, 64, 160, 256], (75, 90)),
+        ('flatten_deit_t', [192] * 4, (224, 224)),  # its configuration has no place for img_size
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ('flatten_pvt_t', [64, 128, 320, 512], (75, 90)),
+                ('flatten_swin_t', [96, 192, 384, 768], (224, 224)),
+                ('flatten_cswin_t', [64, 128, 256, 512], (75, 90)),
+                ('ea_resnet50', [256, 512, 1024, 2048], (75, 90)),
+            )
+        ),
+    ],
+)
 def test_transformers(tmp_path, name, channels, size):
     torch.manual_seed(0)
     indices = {'ea_resnet50': (1, 2, 3, 4), 'flatten_deit_t': (2, 5, 8, 11)}.get(name, (0, 1, 2, 3))
@@ -185,8 +218,12 @@ def test_smp_pretrained(tmp_path):
     """`encoder_weights=True` is timm's pretrained, from where the model's configuration says."""
     plain = timm.create_model('flatten_pvt_v2_b0', num_classes=10)
     torch.save(plain.state_dict(), tmp_path / 'weights.pth')
-    model = smp.FPN('tu-flatten_pvt_v2_b0', encoder_weights=True, classes=2, pretrained_cfg_overlay={
-        'file': str(tmp_path / 'weights.pth'), 'num_classes': 10})
+    model = smp.FPN(
+        'tu-flatten_pvt_v2_b0',
+        encoder_weights=True,
+        classes=2,
+        pretrained_cfg_overlay={'file': str(tmp_path / 'weights.pth'), 'num_classes': 10},
+    )
     features = timm.create_model('flatten_pvt_v2_b0', features_only=True)
     features.load_state_dict(model.encoder.model.state_dict())
     x = torch.randn(1, 3, 64, 64)

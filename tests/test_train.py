@@ -1,4 +1,5 @@
 """train.py: what it writes, what it shows, how it ends, and how it refuses."""
+
 import csv
 import fcntl
 import json
@@ -65,11 +66,11 @@ def weights(path) -> dict[str, torch.Tensor]:
 
 # A run
 
+
 def test_command_writes_everything_and_learns_and_the_next_one_validates(tmp_path, images):
     def run(command):
         environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)}
-        done = subprocess.run(
-            [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=120)
+        done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         return done.stdout, done.stderr
 
@@ -84,11 +85,17 @@ def test_command_writes_everything_and_learns_and_the_next_one_validates(tmp_pat
     assert float(best['eval_top1']) > 60
     assert (folder / 'curves.png').read_bytes().startswith(b'\x89PNG')
     assert {p.name for p in folder.iterdir()} == {
-        '.lock', 'args.yaml', 'summary.csv', 'curves.png', 'last.pth.tar', 'model_best.pth.tar',
-        *(f'checkpoint-{epoch}.pth.tar' for epoch in range(4))}
+        '.lock',
+        'args.yaml',
+        'summary.csv',
+        'curves.png',
+        'last.pth.tar',
+        'model_best.pth.tar',
+        *(f'checkpoint-{epoch}.pth.tar' for epoch in range(4)),
+    }
     assert 'epoch 0/4  batch 2/6  loss ' in log
     assert '\r' not in log
-    assert f"at epoch {best['epoch']}" in log
+    assert f'at epoch {best["epoch"]}' in log
     assert str(folder) in log
     (command,) = [line for line in log.splitlines() if line.startswith('next: python ')]
     output, log = run(shlex.split(command.removeprefix('next: python ')))
@@ -192,30 +199,50 @@ def test_later_start_continues_the_schedule(tmp_path, images, capsys):
 def test_learning_rate_scales_with_the_batch(tmp_path, images):
     argv = [word for word in TINY if word not in ('--lr', '0.02')]
     for opt, expected in (('sgd', 0.1 * 6 / 24), ('adamw', 0.1 * (6 / 24) ** 0.5)):
-        assert main([*argv, str(images), '--opt', opt, '--lr-base-size', '24', '--output', str(tmp_path),
-                     '--experiment', opt]) == 0
+        assert (
+            main(
+                [
+                    *argv,
+                    str(images),
+                    '--opt',
+                    opt,
+                    '--lr-base-size',
+                    '24',
+                    '--output',
+                    str(tmp_path),
+                    '--experiment',
+                    opt,
+                ]
+            )
+            == 0
+        )
         assert yaml.safe_load((tmp_path / opt / 'args.yaml').read_text())['lr'] == pytest.approx(expected)
 
 
 @pytest.mark.filterwarnings('ignore:PlateauLRScheduler', 'ignore:Using backward', "ignore:'pin_memory'")
-@pytest.mark.parametrize('argv', [
-    '--mixup 0.8 --cutmix 1.0 --smoothing 0.1 --mixup-off-epoch 1 --epochs 2',
-    '--mixup 0.8 --no-prefetcher --bce-loss --bce-target-thresh 0.2',
-    '--aug-splits 2 --jsd-loss --split-bn --resplit --reprob 0.5 --aa rand-m9-mstd0.5-inc1',
-    '--bce-loss --bce-sum --bce-pos-weight 2',
-    '--opt lookahead_adamw --layer-decay 0.7 --clip-grad 1 --clip-mode agc --model-ema --model-ema-warmup',
-    '--opt adahessian --clip-grad 1 --clip-mode value',
-    '--model-ema --model-ema-force-cpu --sched plateau --eval-metric loss',
-    '--in-chans 1 --no-prefetcher --train-crop-mode rkrc --scale 0.8 1 --ratio 0.9 1.1',
-    '--no-aug --head-init-scale 0.1 --head-init-bias -1 --drop-path 0.1 --gp max --model-kwargs zero_init_last=False',
-    '--train-interpolation bicubic --color-jitter-prob 0.5 --grayscale-prob 0.5 --gaussian-blur-prob 0.5 --vflip 0.5',
-    '--opt adamw --opt-eps 1e-6 --opt-betas 0.8 0.99 --opt-kwargs amsgrad=True --layer-decay 0.5 '
-    '--layer-decay-min-scale 0.2 --layer-decay-no-opt-scale 0.3 --model test_efficientnet --bn-momentum 0.2 '
-    '--bn-eps 1e-3',
-    '--mixup 0.2 --cutmix-minmax 0.2 0.8 --mixup-prob 0.7 --mixup-switch-prob 0.3 --mixup-mode elem --pin-mem',
-    '--input-img-mode RGB --hflip 0 --color-jitter 0 --reprob 1 --remode const --recount 2 '
-    '--drop-connect 0.1 --worker-seeding part -j 1',
-])
+@pytest.mark.parametrize(
+    'argv',
+    [
+        '--mixup 0.8 --cutmix 1.0 --smoothing 0.1 --mixup-off-epoch 1 --epochs 2',
+        '--mixup 0.8 --no-prefetcher --bce-loss --bce-target-thresh 0.2',
+        '--aug-splits 2 --jsd-loss --split-bn --resplit --reprob 0.5 --aa rand-m9-mstd0.5-inc1',
+        '--bce-loss --bce-sum --bce-pos-weight 2',
+        '--opt lookahead_adamw --layer-decay 0.7 --clip-grad 1 --clip-mode agc --model-ema --model-ema-warmup',
+        '--opt adahessian --clip-grad 1 --clip-mode value',
+        '--model-ema --model-ema-force-cpu --sched plateau --eval-metric loss',
+        '--in-chans 1 --no-prefetcher --train-crop-mode rkrc --scale 0.8 1 --ratio 0.9 1.1',
+        '--no-aug --head-init-scale 0.1 --head-init-bias -1 --drop-path 0.1 --gp max '
+        '--model-kwargs zero_init_last=False',
+        '--train-interpolation bicubic --color-jitter-prob 0.5 --grayscale-prob 0.5 --gaussian-blur-prob 0.5 '
+        '--vflip 0.5',
+        '--opt adamw --opt-eps 1e-6 --opt-betas 0.8 0.99 --opt-kwargs amsgrad=True --layer-decay 0.5 '
+        '--layer-decay-min-scale 0.2 --layer-decay-no-opt-scale 0.3 --model test_efficientnet --bn-momentum 0.2 '
+        '--bn-eps 1e-3',
+        '--mixup 0.2 --cutmix-minmax 0.2 0.8 --mixup-prob 0.7 --mixup-switch-prob 0.3 --mixup-mode elem --pin-mem',
+        '--input-img-mode RGB --hflip 0 --color-jitter 0 --reprob 1 --remode const --recount 2 '
+        '--drop-connect 0.1 --worker-seeding part -j 1',
+    ],
+)
 def test_options_train(tmp_path, images, argv):
     folder = train(tmp_path, images, *argv.split())
     losses = [[float(row['train_loss']), float(row['eval_loss'])] for row in summary(folder)]
@@ -224,8 +251,24 @@ def test_options_train(tmp_path, images, argv):
 
 def test_images_that_are_not_square(tmp_path, images):
     argv = [word for word in TINY if word not in ('--img-size', '32')]
-    assert main([*argv, '--input-size', '3', '24', '40', str(images), '--output', str(tmp_path), '--experiment', 'run',
-                 '--save-images']) == 0
+    assert (
+        main(
+            [
+                *argv,
+                '--input-size',
+                '3',
+                '24',
+                '40',
+                str(images),
+                '--output',
+                str(tmp_path),
+                '--experiment',
+                'run',
+                '--save-images',
+            ]
+        )
+        == 0
+    )
     with Image.open(tmp_path / 'run' / 'train-batch-0.jpg') as grid:
         assert grid.size == (6 * 40, 24)
 
@@ -262,6 +305,7 @@ def test_pretrained_path_is_where_all_but_the_classifier_starts(tmp_path, images
 
 # Data
 
+
 def test_tar_files(tmp_path, images):
     tars = write_tars(tmp_path / 'tars', images)
     folder = train(tmp_path / 'a', tars)
@@ -294,6 +338,7 @@ def test_class_map_orders_and_completes_the_classes(tmp_path, images):
 
 # Refusals
 
+
 def test_missing_or_empty_data(tmp_path, capsys, images):
     assert 'no data: give its folder with --data-dir' in refused(capsys)
     assert f"--data-dir '{tmp_path}/none' does not exist" in refused(capsys, tmp_path / 'none')
@@ -311,7 +356,8 @@ def test_missing_or_empty_data(tmp_path, capsys, images):
 
 def test_wrong_number_of_classes(tmp_path, capsys, images):
     assert 'the data has 3 classes but test_resnet has 4: give --num-classes 3' in refused(
-        capsys, images, '--num-classes', 4)
+        capsys, images, '--num-classes', 4
+    )
     assert 'the data has 3 classes but test_resnet has 2' in refused(capsys, images, '--num-classes', 2)
     few = write_images(tmp_path / 'data')
     for path in (few / 'validation' / 'green').iterdir():
@@ -340,7 +386,8 @@ def test_models_that_do_not_exist(capsys, images):
     assert "unknown model 'test_resnt'; did you mean test_resnet" in refused(capsys, images, '--model', 'test_resnt')
     assert "model 'someone/model': " in refused(capsys, images, '--model', 'someone/model')
     assert "unknown model 'resnet18.nobody'; did you mean resnet18." in refused(
-        capsys, images, '--model', 'resnet18.nobody')
+        capsys, images, '--model', 'resnet18.nobody'
+    )
     line = refused(capsys, images, '--model-kwargs', 'depth=3')
     assert "cannot build 'test_resnet' --num-classes" in line
     assert "'depth'" in line
@@ -384,8 +431,10 @@ def test_command_reports_a_mistake_on_one_line(monkeypatch, capsys):
     with pytest.raises(SystemExit) as e:
         runpy.run_path(str(ROOT / 'train.py'), run_name='__main__')
     assert e.value.code == 2
-    assert capsys.readouterr() == ('', "error: unknown option '--epoch'; did you mean --epochs, --start-epoch, "
-                                       "--reprob?\n")
+    assert capsys.readouterr() == (
+        '',
+        "error: unknown option '--epoch'; did you mean --epochs, --start-epoch, --reprob?\n",
+    )
 
 
 def test_one_of_several_processes_alone(capsys, images, monkeypatch):

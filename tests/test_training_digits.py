@@ -1,4 +1,5 @@
 """The embedded data set."""
+
 import hashlib
 import sys
 from collections import Counter

@@ -1,4 +1,5 @@
 """Losses and weights that are no longer finite: a clear end, and nothing broken is saved."""
+
 import math
 import os
 import shlex
@@ -18,7 +19,8 @@ from .tiny_images import write_images
 pytestmark = pytest.mark.usefixtures('no_pictures')
 TINY = shlex.split(
     '--model test_resnet --num-classes 3 --img-size 32 -b 6 -j 0 --epochs 3 --lr 0.02 --warmup-epochs 0 --device cpu '
-    '--experiment run')
+    '--experiment run'
+)
 
 
 @pytest.fixture(scope='module')
@@ -52,14 +54,25 @@ def break_loss(monkeypatch, batch: int, value: float) -> None:
 
 
 def test_the_highest_rate_is_to_be_lowered():
-    for argv, said in (('', '--lr than 0.1'), ('--warmup-lr 1e6', '--warmup-lr than 1e+06'),
-                       ('--warmup-lr 1e6 --warmup-epochs 0', '--lr than 0.1'), ('--min-lr 9', '--min-lr than 9')):
+    for argv, said in (
+        ('', '--lr than 0.1'),
+        ('--warmup-lr 1e6', '--warmup-lr than 1e+06'),
+        ('--warmup-lr 1e6 --warmup-epochs 0', '--lr than 0.1'),
+        ('--min-lr 9', '--min-lr than 9'),
+    ):
         assert remedies(train_parser().parse_args(argv.split()), lr=0.1).startswith(f'try a lower {said}, ')
 
 
-@pytest.mark.parametrize('options, value', [
-    ('', math.nan), ('', math.inf), ('--amp', math.inf), ('--amp --amp-dtype bfloat16 --clip-grad 1', math.nan),
-    ('--model-ema', math.inf)])
+@pytest.mark.parametrize(
+    'options, value',
+    [
+        ('', math.nan),
+        ('', math.inf),
+        ('--amp', math.inf),
+        ('--amp --amp-dtype bfloat16 --clip-grad 1', math.nan),
+        ('--model-ema', math.inf),
+    ],
+)
 def test_loss_that_is_not_finite_ends_the_run(tmp_path, images, monkeypatch, capsys, options, value):
     break_loss(monkeypatch, 6, value)
     line = diverged(capsys, tmp_path, images, '--recovery-interval', 1, *options.split())
@@ -91,8 +104,10 @@ def test_figures_on_the_way_notice_it(tmp_path, images, monkeypatch, capsys):
     assert not list((tmp_path / 'run').glob('*.pth.tar*'))
 
 
-@pytest.mark.parametrize('options, update', [
-    ('-b 24', 1), ('-b 12 --recovery-interval 2', 2), ('-b 12 --grad-accum-steps 2', 1), ('--recovery-interval 1', 1)])
+@pytest.mark.parametrize(
+    'options, update',
+    [('-b 24', 1), ('-b 12 --recovery-interval 2', 2), ('-b 12 --grad-accum-steps 2', 1), ('--recovery-interval 1', 1)],
+)
 def test_weights_broken_by_the_latest_update_are_not_saved(tmp_path, images, monkeypatch, capsys, options, update):
     """Every loss is finite: only the weights say it."""
     original = Trainer._update
@@ -136,16 +151,20 @@ def test_termination_does_not_save_what_is_broken(tmp_path, images, monkeypatch,
     line = diverged(capsys, tmp_path, images)
     assert 'epoch 1/3: the loss of batch 2 is nan' in line
     assert sorted(path.name for path in (tmp_path / 'run').glob('*.pth.tar')) == [
-        'checkpoint-0.pth.tar', 'last.pth.tar', 'model_best.pth.tar']
+        'checkpoint-0.pth.tar',
+        'last.pth.tar',
+        'model_best.pth.tar',
+    ]
 
 
 def test_gradient_that_overflows_is_no_failure(tmp_path, images, monkeypatch):
     """float16's loss scaling begins too high on purpose, and skips updates until it fits."""
     monkeypatch.setattr(
         'flatten_zoo.training.loop.optimization.Numerics.scaler',
-        lambda self: torch.amp.GradScaler('cpu', init_scale=2.0 ** 60))
+        lambda self: torch.amp.GradScaler('cpu', init_scale=2.0**60),
+    )
     assert train(tmp_path, images, '--amp', '--epochs', 2) == 0
-    assert torch.load(tmp_path / 'run' / 'last.pth.tar', weights_only=True)['amp_scaler']['scale'] < 2.0 ** 60
+    assert torch.load(tmp_path / 'run' / 'last.pth.tar', weights_only=True)['amp_scaler']['scale'] < 2.0**60
 
 
 def test_no_wait_for_the_device_between_figures(tmp_path, images, monkeypatch):
@@ -158,6 +177,7 @@ def test_no_wait_for_the_device_between_figures(tmp_path, images, monkeypatch):
             if self.dtype.is_floating_point or self.dtype == torch.bool:
                 calls.append(trainer.loss.batches)
             return original(self, *rest)
+
         return call
 
     for name in ('item', '__bool__', '__float__', 'tolist'):

@@ -2,6 +2,7 @@
 
 The processes are forked from one that has everything loaded already, so that a life costs a second and not five.
 """
+
 import csv
 import io
 import itertools
@@ -32,7 +33,8 @@ pytestmark = pytest.mark.usefixtures('no_pictures')
 TINY = shlex.split(
     '--model test_resnet --num-classes 3 --img-size 32 -b 6 -j 0 --lr 0.02 --warmup-epochs 1 --device cpu '
     '--experiment run --checkpoint-hist 2 --resume auto --no-prefetcher --mixup 0.4 --drop 0.2 --opt adamw '
-    '--model-ema --model-ema-decay 0.9')
+    '--model-ema --model-ema-decay 0.9'
+)
 FILE_OPERATIONS = {'open', 'os.link', 'os.mkdir', 'os.remove', 'os.rename', 'os.rmdir'}
 
 processes = multiprocessing.get_context('forkserver')
@@ -40,6 +42,7 @@ processes.set_forkserver_preload([__name__])
 
 
 # In the process that dies
+
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -68,7 +71,7 @@ def within_checkpoint(number: int, part: float) -> None:
             return original(state, file)
         content = io.BytesIO()
         original(state, content)
-        file.write(content.getvalue()[:int(part * content.tell())])
+        file.write(content.getvalue()[: int(part * content.tell())])
         file.flush()
         return die()
 
@@ -86,6 +89,7 @@ def live(argv: list[str], arrange_death: Callable | None, *args) -> None:
 
 
 # Outside
+
 
 class Life:
     """A process that trains in a folder, anew or from where an earlier one was killed."""
@@ -231,7 +235,8 @@ def test_second_process_is_refused_until_the_first_ends(tmp_path, images, capsys
     try:
         assert report_usage_errors(lambda: main(argv)) == 2
         assert capsys.readouterr().err.endswith(
-            f"error: another process is training in '{folder}': wait for its end, or choose another --experiment\n")
+            f"error: another process is training in '{folder}': wait for its end, or choose another --experiment\n"
+        )
         assert [path.name for path in folder.iterdir()] == ['.lock']
         first.kill()
         first.join()

@@ -1,4 +1,5 @@
 """Number formats, memory layout, accumulation, checkpointing of activations, and compilation."""
+
 import csv
 import json
 import shlex
@@ -19,14 +20,18 @@ from .tiny_images import write_images
 pytestmark = pytest.mark.usefixtures('no_pictures')
 TINY = shlex.split(
     '--model test_resnet --num-classes 3 --img-size 32 -b 6 -j 0 --epochs 1 --lr 0.02 --warmup-epochs 0 --no-aug '
-    '--device cpu')
+    '--device cpu'
+)
 
 
 @pytest.fixture
 def small_scale(monkeypatch):
     """Scale losses so that the first updates of a large learning rate do not overflow."""
-    monkeypatch.setattr(Numerics, 'scaler', lambda self: torch.amp.GradScaler(
-        'cpu', init_scale=256, enabled=self.amp_dtype == torch.float16))
+    monkeypatch.setattr(
+        Numerics,
+        'scaler',
+        lambda self: torch.amp.GradScaler('cpu', init_scale=256, enabled=self.amp_dtype == torch.float16),
+    )
 
 
 @pytest.fixture(scope='module')
@@ -59,18 +64,25 @@ def test_lower_precision_trains_like_full_precision(tmp_path, images, small_scal
         assert dtype == (torch.bfloat16 if 'model-dtype' in options else torch.float32)
 
 
-@pytest.mark.parametrize('options, autocast, weights, scaled', [
-    ('--amp', torch.float16, torch.float32, True),
-    ('--amp --amp-dtype bfloat16 --channels-last', torch.bfloat16, torch.float32, False),
-    ('--model-dtype bfloat16', None, torch.bfloat16, False),
-])
+@pytest.mark.parametrize(
+    'options, autocast, weights, scaled',
+    [
+        ('--amp', torch.float16, torch.float32, True),
+        ('--amp --amp-dtype bfloat16 --channels-last', torch.bfloat16, torch.float32, False),
+        ('--model-dtype bfloat16', None, torch.bfloat16, False),
+    ],
+)
 def test_what_the_model_computes_in(tmp_path, images, options, autocast, weights, scaled):
     run = prepared(tmp_path, images, *options.split())
     seen = {}
     model = run.trainer.task.get_eval_model()
-    model.conv1[0].register_forward_hook(lambda module, inputs, output: seen.update(
-        output=output.dtype, weights=module.weight.dtype,
-        layout=inputs[0].is_contiguous(memory_format=torch.channels_last)))
+    model.conv1[0].register_forward_hook(
+        lambda module, inputs, output: seen.update(
+            output=output.dtype,
+            weights=module.weight.dtype,
+            layout=inputs[0].is_contiguous(memory_format=torch.channels_last),
+        )
+    )
     run.trainer.train_epoch(0, '')
     assert seen['output'] == (autocast or weights)
     assert seen['weights'] == weights
@@ -84,17 +96,32 @@ def test_what_the_model_computes_in(tmp_path, images, options, autocast, weights
 def test_overflow_skips_the_update_and_lowers_the_scale(tmp_path, images):
     run = prepared(tmp_path, images, '--amp')
     before = {name: tensor.clone() for name, tensor in run.trainer.task.trainable_module.named_parameters()}
-    run.trainer.scaler = torch.amp.GradScaler('cpu', init_scale=2.0 ** 120)
+    run.trainer.scaler = torch.amp.GradScaler('cpu', init_scale=2.0**120)
     run.trainer.train_epoch(0, '')
-    assert run.trainer.scaler.get_scale() < 2.0 ** 120
+    assert run.trainer.scaler.get_scale() < 2.0**120
     after = dict(run.trainer.task.trainable_module.named_parameters())
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_clipping_sees_unscaled_gradients(tmp_path, images, small_scale):
     """With momentum-free SGD, an update is the learning rate times a gradient of at most the limit."""
-    run = prepared(tmp_path, images, '--amp', '--clip-grad', 0.1, '--opt', 'momentum', '--momentum', 0, '-b', 36,
-                   '--weight-decay', 0, '--lr', 1)
+    run = prepared(
+        tmp_path,
+        images,
+        '--amp',
+        '--clip-grad',
+        0.1,
+        '--opt',
+        'momentum',
+        '--momentum',
+        0,
+        '-b',
+        36,
+        '--weight-decay',
+        0,
+        '--lr',
+        1,
+    )
     before = [p.detach().clone() for p in run.trainer.task.trainable_module.parameters()]
     run.trainer.train_epoch(0, '')
     after = run.trainer.task.trainable_module.parameters()
@@ -112,7 +139,14 @@ def test_accumulated_batches_are_one_large_batch(tmp_path, images):
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
     run = prepared(tmp_path, images, *options, '-b', 5, '--grad-accum-steps', 3, '--sched-on-updates')
     assert [run.trainer._place_in_update(index) for index in range(7)] == [
-        (3, False), (3, False), (3, True), (3, False), (3, False), (3, True), (1, True)]
+        (3, False),
+        (3, False),
+        (3, True),
+        (3, False),
+        (3, False),
+        (3, True),
+        (1, True),
+    ]
     run.trainer.train_epoch(0, '')
     assert run.trainer.updates == 3
 
@@ -144,8 +178,13 @@ def test_compiled_run_has_plain_checkpoints(tmp_path, images):
 def test_validation_in_every_format(tmp_path, images, capsys):
     folder = train(tmp_path, images)
     figures = {}
-    for options in ('', '--amp', '--amp --amp-dtype bfloat16', '--model-dtype bfloat16 --channels-last',
-                    '--torchcompile eager --no-prefetcher'):
+    for options in (
+        '',
+        '--amp',
+        '--amp --amp-dtype bfloat16',
+        '--model-dtype bfloat16 --channels-last',
+        '--torchcompile eager --no-prefetcher',
+    ):
         capsys.readouterr()
         assert validate(['--checkpoint', str(folder), *options.split()]) == 0
         figures[options] = json.loads(capsys.readouterr().out.removeprefix('--result\n'))['loss']
@@ -160,12 +199,15 @@ def test_images_take_the_models_type_and_layout():
     assert images.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize('argv, message', [
-    ('--amp --model-dtype bfloat16', '--amp keeps the weights in float32'),
-    ('--torchcompile inducter', "--torchcompile inducter: Invalid backend"),
-    ('--torchcompile inductor --torchcompile-mode fast', '--torchcompile-mode fast: Unrecognized mode'),
-    ('--torchcompile-mode default', '--torchcompile-mode default needs --torchcompile'),
-])
+@pytest.mark.parametrize(
+    'argv, message',
+    [
+        ('--amp --model-dtype bfloat16', '--amp keeps the weights in float32'),
+        ('--torchcompile inducter', '--torchcompile inducter: Invalid backend'),
+        ('--torchcompile inductor --torchcompile-mode fast', '--torchcompile-mode fast: Unrecognized mode'),
+        ('--torchcompile-mode default', '--torchcompile-mode default needs --torchcompile'),
+    ],
+)
 def test_impossible_numerics_are_refused(argv, message):
     for parser, check in ((train_parser, check_train_options), (validate_parser, check_validate_options)):
         with pytest.raises(UsageError) as e:

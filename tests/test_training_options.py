@@ -1,4 +1,5 @@
 """Options: timm's names, types and defaults; YAML files checked against them; wrong values."""
+
 import copy
 import csv
 import math
@@ -29,6 +30,7 @@ MORE_SPELLINGS = {'local_rank': '--local-rank'}  # torch's old launcher has it s
 def described(action) -> dict[str, str]:
     def text(value):
         return '' if value is None else str(value)
+
     options = [option for option in action.option_strings if option != getattr(action, 'opposite', None)]
     return {
         'options': ' '.join(options) or action.dest,
@@ -54,8 +56,10 @@ def test_every_option_is_timms(script):
     for option in ours:
         expected = {key: rows[option['dest']][key] or '' for key in option}
         more = {MORE_SPELLINGS[option['dest']]} if option['dest'] in MORE_SPELLINGS else set()
-        assert {**option, 'options': set(option['options'].split())} == \
-               {**expected, 'options': set(expected['options'].split()) | more}
+        assert {**option, 'options': set(option['options'].split())} == {
+            **expected,
+            'options': set(expected['options'].split()) | more,
+        }
 
 
 @pytest.mark.parametrize('script', PARSERS)
@@ -77,12 +81,15 @@ def test_every_refusal_is_of_timms():
     assert set(REFUSED) <= set(timms_options('train')) | set(timms_options('validate'))
 
 
-@pytest.mark.parametrize('argv, message', [
-    ('--naflex-loader', 'left out: no model of the zoo is a NaFlex model'),
-    ('--kd-model-name resnet50', 'left out: distillation'),
-    ('--torchscript', 'use --torchcompile'),
-    ('--fuser=nvfuser', 'use --torchcompile'),
-])
+@pytest.mark.parametrize(
+    'argv, message',
+    [
+        ('--naflex-loader', 'left out: no model of the zoo is a NaFlex model'),
+        ('--kd-model-name resnet50', 'left out: distillation'),
+        ('--torchscript', 'use --torchcompile'),
+        ('--fuser=nvfuser', 'use --torchcompile'),
+    ],
+)
 def test_what_is_left_out_says_so(argv, message):
     with pytest.raises(UsageError, match=message):
         train_parser().parse_args(argv.split())
@@ -107,8 +114,11 @@ def test_command_line_overrides_file_overrides_default(tmp_path):
 
 
 def test_file_values_get_the_options_types(tmp_path):
-    args = parsed(tmp_path, 'lr: 1e-3\nmin_lr: 1\nscale: [1, 1]\nmodel_ema: true\nclip_grad: null\n'
-                            'model_kwargs: {img_size: 32}\ndata: some/where\ninput_size: [1, 32, 32]\n')
+    args = parsed(
+        tmp_path,
+        'lr: 1e-3\nmin_lr: 1\nscale: [1, 1]\nmodel_ema: true\nclip_grad: null\n'
+        'model_kwargs: {img_size: 32}\ndata: some/where\ninput_size: [1, 32, 32]\n',
+    )
     assert args.lr == 1e-3
     assert isinstance(args.min_lr, float)
     assert args.scale == [1.0, 1.0]
@@ -119,29 +129,32 @@ def test_file_values_get_the_options_types(tmp_path):
     assert args.input_size == [1, 32, 32]
 
 
-@pytest.mark.parametrize('text, message', [
-    ('epoch: 3', "unknown option 'epoch'; did you mean epochs"),
-    ('epochs: three', "epochs expects an integer of at least 1, not 'three'"),
-    ('epochs: 3.5', 'epochs expects an integer of at least 1, not 3.5'),
-    ('epochs: true', 'epochs expects an integer of at least 1, not True'),
-    ('epochs: null', 'epochs expects an integer of at least 1, not None'),
-    ('epochs: 0', 'epochs expects an integer of at least 1, not 0'),
-    ('lr: fast', "lr expects a number of at least 0, not 'fast'"),
-    ('lr: .inf', 'lr expects a number of at least 0, not inf'),
-    (f'lr: 1{"0" * 400}', 'lr expects a number of at least 0, not 1'),
-    ('hflip: 2', 'hflip expects a number of at least 0 and at most 1, not 2'),
-    ('std: [0.2, 0, 0.2]', 'std expects a number above 0, not [0.2, 0, 0.2]'),
-    ('model_ema: 1', 'model_ema expects true or false, not 1'),
-    ('model: 18', 'model expects text, not 18'),
-    ('scale: 0.5', 'scale expects a list of values, not 0.5'),
-    ('scale: [a]', "scale expects a number above 0, not ['a']"),
-    ('input_size: [3, 32]', 'input_size expects a list of 3 values, not [3, 32]'),
-    ('model_kwargs: img_size=32', "model_kwargs expects a mapping of names to values, not 'img_size=32'"),
-    ('sched: cosin', "sched expects one of cosine, "),
-    ('config: other.yaml', "unknown option 'config'"),
-    ('- epochs', 'expected a mapping of option names to values'),
-    ('epochs: [', 'not valid YAML'),
-])
+@pytest.mark.parametrize(
+    'text, message',
+    [
+        ('epoch: 3', "unknown option 'epoch'; did you mean epochs"),
+        ('epochs: three', "epochs expects an integer of at least 1, not 'three'"),
+        ('epochs: 3.5', 'epochs expects an integer of at least 1, not 3.5'),
+        ('epochs: true', 'epochs expects an integer of at least 1, not True'),
+        ('epochs: null', 'epochs expects an integer of at least 1, not None'),
+        ('epochs: 0', 'epochs expects an integer of at least 1, not 0'),
+        ('lr: fast', "lr expects a number of at least 0, not 'fast'"),
+        ('lr: .inf', 'lr expects a number of at least 0, not inf'),
+        (f'lr: 1{"0" * 400}', 'lr expects a number of at least 0, not 1'),
+        ('hflip: 2', 'hflip expects a number of at least 0 and at most 1, not 2'),
+        ('std: [0.2, 0, 0.2]', 'std expects a number above 0, not [0.2, 0, 0.2]'),
+        ('model_ema: 1', 'model_ema expects true or false, not 1'),
+        ('model: 18', 'model expects text, not 18'),
+        ('scale: 0.5', 'scale expects a list of values, not 0.5'),
+        ('scale: [a]', "scale expects a number above 0, not ['a']"),
+        ('input_size: [3, 32]', 'input_size expects a list of 3 values, not [3, 32]'),
+        ('model_kwargs: img_size=32', "model_kwargs expects a mapping of names to values, not 'img_size=32'"),
+        ('sched: cosin', 'sched expects one of cosine, '),
+        ('config: other.yaml', "unknown option 'config'"),
+        ('- epochs', 'expected a mapping of option names to values'),
+        ('epochs: [', 'not valid YAML'),
+    ],
+)
 def test_mistakes_in_a_file_are_named(tmp_path, text, message):
     with pytest.raises(UsageError) as e:
         parsed(tmp_path, text)
@@ -150,47 +163,56 @@ def test_mistakes_in_a_file_are_named(tmp_path, text, message):
     assert '\n' not in str(e.value)
 
 
-@pytest.mark.parametrize('argv, message', [
-    (['--epoch', '3'], "unknown option '--epoch'; did you mean --epochs"),
-    (['a', 'b'], "unexpected argument 'b'"),
-    (['--epochs', 'x'], "--epochs: invalid int value: 'x'"),
-    (['--sched', 'x'], "--sched: invalid choice: 'x'"),
-    (['--model-kwargs', 'x'], "--model-kwargs: 'x' is not KEY=VALUE"),
-    (['--config', 'missing.yaml'], "cannot read the options in 'missing.yaml': No such file"),
-])
+@pytest.mark.parametrize(
+    'argv, message',
+    [
+        (['--epoch', '3'], "unknown option '--epoch'; did you mean --epochs"),
+        (['a', 'b'], "unexpected argument 'b'"),
+        (['--epochs', 'x'], "--epochs: invalid int value: 'x'"),
+        (['--sched', 'x'], "--sched: invalid choice: 'x'"),
+        (['--model-kwargs', 'x'], "--model-kwargs: 'x' is not KEY=VALUE"),
+        (['--config', 'missing.yaml'], "cannot read the options in 'missing.yaml': No such file"),
+    ],
+)
 def test_mistakes_on_the_command_line_are_named(argv, message):
     with pytest.raises(UsageError) as e:
         train_parser().parse_with_config(argv)
     assert message in str(e.value)
 
 
-@pytest.mark.parametrize('argv, message', [
-    ('--scale 1 0.5', '--scale [1.0, 0.5]: must be two numbers, the smaller one first'),
-    ('--mean 1 2', '--mean [1.0, 2.0]: must be one value, or one for each of 3 channels'),
-    ('--opt adamx', "--opt: unknown optimizer 'adamx'; did you mean"),
-    ('--decay-rate 2', '--decay-rate 2: must be below 1'),
-    ('--decay-milestones 30 20', '--decay-milestones [30, 20]: must be in order'),
-    ('--lr-noise 0 .5 1', '--lr-noise [0.0, 0.5, 1.0]: must be where it begins'),
-    ('--sched plateau --val-interval 2', '--sched plateau needs a validation after every epoch'),
-    ('--aug-splits 1', '--aug-splits 1'),
-    ('--aug-splits 2 --mixup 0.1', '--aug-splits does not go with --mixup'),
-    ('--jsd-loss', '--jsd-loss needs --aug-splits'),
-    ('--aug-repeats 3', '--aug-repeats 3 gives the augmentations of an image to different processes: start several'),
-    ('--aug-repeats 0.5', '--aug-repeats 0.5: must be at least 1, or 0 for none'),
-    ('--sync-bn --split-bn --aug-splits 2', '--sync-bn does not go with --split-bn'),
-    ('--mixup 0.1 --batch-size 3', '--batch-size 3'),
-    ('--train-batches-per-epoch 3', '--train-batches-per-epoch needs --train-img-sizes'),
-    ('--train-img-sizes 32 64 --train-size-probs 1', 'must be one value for each of 2 --train-img-sizes'),
-    ('--train-img-sizes 32 64 --train-size-probs 0 0', 'one of them must be positive'),
-    ('--train-img-sizes 32 --train-size-schedule progressive', 'needs two or more'),
-    ('--train-img-sizes 32 --aug-splits 2', 'does not go with --aug-splits'),
-    ('--train-img-sizes 32 64 --train-batch-sizes 3 2 --mixup 0.1', 'must be even'),
-    ('--variable-batch-loss-scale sqrt', '--variable-batch-loss-scale needs --train-batch-sizes'),
-    ('--train-img-sizes 32 --variable-batch-loss-scale linear', 'needs --train-batch-sizes'),
-    ('--experiment a/../../b', "--experiment 'a/../../b' is no folder in --output"),
-    ('--experiment /b', "--experiment '/b' is no folder in --output"),
-    ('--experiment .', "--experiment '.' is no folder in --output"),
-])
+@pytest.mark.parametrize(
+    'argv, message',
+    [
+        ('--scale 1 0.5', '--scale [1.0, 0.5]: must be two numbers, the smaller one first'),
+        ('--mean 1 2', '--mean [1.0, 2.0]: must be one value, or one for each of 3 channels'),
+        ('--opt adamx', "--opt: unknown optimizer 'adamx'; did you mean"),
+        ('--decay-rate 2', '--decay-rate 2: must be below 1'),
+        ('--decay-milestones 30 20', '--decay-milestones [30, 20]: must be in order'),
+        ('--lr-noise 0 .5 1', '--lr-noise [0.0, 0.5, 1.0]: must be where it begins'),
+        ('--sched plateau --val-interval 2', '--sched plateau needs a validation after every epoch'),
+        ('--aug-splits 1', '--aug-splits 1'),
+        ('--aug-splits 2 --mixup 0.1', '--aug-splits does not go with --mixup'),
+        ('--jsd-loss', '--jsd-loss needs --aug-splits'),
+        (
+            '--aug-repeats 3',
+            '--aug-repeats 3 gives the augmentations of an image to different processes: start several',
+        ),
+        ('--aug-repeats 0.5', '--aug-repeats 0.5: must be at least 1, or 0 for none'),
+        ('--sync-bn --split-bn --aug-splits 2', '--sync-bn does not go with --split-bn'),
+        ('--mixup 0.1 --batch-size 3', '--batch-size 3'),
+        ('--train-batches-per-epoch 3', '--train-batches-per-epoch needs --train-img-sizes'),
+        ('--train-img-sizes 32 64 --train-size-probs 1', 'must be one value for each of 2 --train-img-sizes'),
+        ('--train-img-sizes 32 64 --train-size-probs 0 0', 'one of them must be positive'),
+        ('--train-img-sizes 32 --train-size-schedule progressive', 'needs two or more'),
+        ('--train-img-sizes 32 --aug-splits 2', 'does not go with --aug-splits'),
+        ('--train-img-sizes 32 64 --train-batch-sizes 3 2 --mixup 0.1', 'must be even'),
+        ('--variable-batch-loss-scale sqrt', '--variable-batch-loss-scale needs --train-batch-sizes'),
+        ('--train-img-sizes 32 --variable-batch-loss-scale linear', 'needs --train-batch-sizes'),
+        ('--experiment a/../../b', "--experiment 'a/../../b' is no folder in --output"),
+        ('--experiment /b', "--experiment '/b' is no folder in --output"),
+        ('--experiment .', "--experiment '.' is no folder in --output"),
+    ],
+)
 def test_impossible_values_are_refused(argv, message):
     with pytest.raises(UsageError) as e:
         check_train_options(train_parser().parse_args(argv.split()))
@@ -218,24 +240,53 @@ def test_every_flag_can_be_switched_off_again(script, tmp_path):
 
 ANY_TEXT = {'train': {'wandb_project', 'wandb_tags', 'wandb_resume_id'}, 'validate': set()}
 WRONG_INPUT = {
-    'config': ['none.yaml'], 'data': ['none'], 'data_dir': ['none'], 'dataset': ['none', 'none/none', 'torch/none'],
-    'class_map': ['none'], 'input_img_mode': ['none', 'L'], 'input_key': ['none'], 'target_key': ['none'],
-    'mean': ['1 2'], 'std': ['1 2'], 'model': ['none', 'none/none'],
-    'gp': ['none'], 'model_kwargs': ['none', 'none=1'], 'device': ['none', 'mps', 'cuda:7'],
-    'torchcompile': ['none'], 'torchcompile_mode': ['none'],
+    'config': ['none.yaml'],
+    'data': ['none'],
+    'data_dir': ['none'],
+    'dataset': ['none', 'none/none', 'torch/none'],
+    'class_map': ['none'],
+    'input_img_mode': ['none', 'L'],
+    'input_key': ['none'],
+    'target_key': ['none'],
+    'mean': ['1 2'],
+    'std': ['1 2'],
+    'model': ['none', 'none/none'],
+    'gp': ['none'],
+    'model_kwargs': ['none', 'none=1'],
+    'device': ['none', 'mps', 'cuda:7'],
+    'torchcompile': ['none'],
+    'torchcompile_mode': ['none'],
 }
 WRONG = {
-    'train': WRONG_INPUT | {
-        'train_split': ['none'], 'val_split': ['none'], 'pretrained_path': ['none'], 'initial_checkpoint': ['none'],
-        'resume': ['none', '.'], 'opt': ['none'], 'opt_kwargs': ['none', 'none=1'], 'device_modules': ['none'],
+    'train': WRONG_INPUT
+    | {
+        'train_split': ['none'],
+        'val_split': ['none'],
+        'pretrained_path': ['none'],
+        'initial_checkpoint': ['none'],
+        'resume': ['none', '.'],
+        'opt': ['none'],
+        'opt_kwargs': ['none', 'none=1'],
+        'device_modules': ['none'],
         'aa': ['none', 'rand-foo', 'rand-foo1', 'rand-m9-inc', 'rand-mx', 'rand-tnone', 'augmix-x3', 'original-x1'],
-        'output': ['/dev/null'], 'experiment': ['../none'], 'opt_betas': ['0.9 --opt adamw'],
-        'in_chans': ['4'], 'input_size': ['4 32 32'], 'num_classes': ['2'], 'batch_size': ['1', '7'],
-        'decay_rate': ['2', '1 --sched plateau'], 'aug_splits': ['1'],
+        'output': ['/dev/null'],
+        'experiment': ['../none'],
+        'opt_betas': ['0.9 --opt adamw'],
+        'in_chans': ['4'],
+        'input_size': ['4 32 32'],
+        'num_classes': ['2'],
+        'batch_size': ['1', '7'],
+        'decay_rate': ['2', '1 --sched plateau'],
+        'aug_splits': ['1'],
     },
-    'validate': WRONG_INPUT | {
-        'split': ['none'], 'checkpoint': ['none', '.'], 'real_labels': ['none'], 'valid_labels': ['none'],
-        'results_file': ['/dev/null/none'], 'num_gpu': ['2'],
+    'validate': WRONG_INPUT
+    | {
+        'split': ['none'],
+        'checkpoint': ['none', '.'],
+        'real_labels': ['none'],
+        'valid_labels': ['none'],
+        'results_file': ['/dev/null/none'],
+        'num_gpu': ['2'],
     },
 }
 

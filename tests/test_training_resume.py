@@ -1,4 +1,5 @@
 """Runs that are interrupted and go on: nothing is lost, and the end is the same."""
+
 import argparse
 import csv
 import os
@@ -26,7 +27,8 @@ from .tiny_images import write_images, write_parquet, write_shards
 pytestmark = pytest.mark.usefixtures('no_pictures')
 TINY = shlex.split(
     '--model test_resnet --num-classes 3 --img-size 32 -b 6 -j 0 --epochs 4 --lr 0.02 --warmup-epochs 1 --device cpu '
-    '--experiment run --checkpoint-hist 2')
+    '--experiment run --checkpoint-hist 2'
+)
 RANDOM = '--mixup 0.4 --drop 0.2 --reprob 0.5 --model-ema --model-ema-decay 0.9 --model-ema-warmup'
 
 
@@ -73,14 +75,17 @@ def refused(capsys, *argv) -> str:
 
 
 @pytest.mark.filterwarnings('ignore:PlateauLRScheduler')
-@pytest.mark.parametrize('options', [
-    RANDOM,
-    RANDOM + ' --no-prefetcher --amp --clip-grad 1 --grad-accum-steps 3 --sched-on-updates --epochs 3',
-    '--opt lookahead_adamw --sched plateau --patience-epochs 0 --lr-noise 0.2 --eval-metric loss --lr 0.5',
-    '--model-dtype bfloat16 --model-ema -j 1 --sched step --decay-epochs 1 --epochs 3 --val-split ""',
-    '--train-img-sizes 24 32 --train-batch-sizes 8 4 --variable-batch-loss-scale sqrt --model-ema-force-cpu '
-    '--model-ema --tta 2 --no-prefetcher',
-])
+@pytest.mark.parametrize(
+    'options',
+    [
+        RANDOM,
+        RANDOM + ' --no-prefetcher --amp --clip-grad 1 --grad-accum-steps 3 --sched-on-updates --epochs 3',
+        '--opt lookahead_adamw --sched plateau --patience-epochs 0 --lr-noise 0.2 --eval-metric loss --lr 0.5',
+        '--model-dtype bfloat16 --model-ema -j 1 --sched step --decay-epochs 1 --epochs 3 --val-split ""',
+        '--train-img-sizes 24 32 --train-batch-sizes 8 4 --variable-batch-loss-scale sqrt --model-ema-force-cpu '
+        '--model-ema --tta 2 --no-prefetcher',
+    ],
+)
 def test_interrupted_run_ends_like_one_that_was_not(tmp_path, images, monkeypatch, options):
     options = shlex.split(options)
     assert train(tmp_path / 'whole', images, *options) == 0
@@ -94,24 +99,42 @@ def test_interrupted_run_ends_like_one_that_was_not(tmp_path, images, monkeypatc
 def test_folder_to_continue_has_the_options(tmp_path):
     folder = tmp_path / 'run'
     folder.mkdir()
-    (folder / 'args.yaml').write_text(yaml.safe_dump({
-        'model': 'test_vit', 'epochs': 7, 'lr': 0.5, 'output': 'elsewhere', 'experiment': '', 'resume': 'a.pth.tar',
-        'start_epoch': 3, 'no_resume_opt': True, 'pretrained': True, 'initial_checkpoint': 'a.pth.tar',
-        'dataset_download': True, 'dataset_trust_remote_code': True, 'device_modules': ['antigravity']}))
+    (folder / 'args.yaml').write_text(
+        yaml.safe_dump(
+            {
+                'model': 'test_vit',
+                'epochs': 7,
+                'lr': 0.5,
+                'output': 'elsewhere',
+                'experiment': '',
+                'resume': 'a.pth.tar',
+                'start_epoch': 3,
+                'no_resume_opt': True,
+                'pretrained': True,
+                'initial_checkpoint': 'a.pth.tar',
+                'dataset_download': True,
+                'dataset_trust_remote_code': True,
+                'device_modules': ['antigravity'],
+            }
+        )
+    )
     args = training.parse(['--resume', str(folder), '--lr', '0.25'])
     theirs = {'model': 'test_vit', 'epochs': 7, 'lr': 0.25, 'output': str(tmp_path), 'experiment': 'run'}
     assert vars(args) == vars(train_parser().parse_with_config([])) | theirs | {'resume': str(folder)}
 
 
-@pytest.mark.parametrize('data, before, after, anew', [
-    ('images', '-b 6', '-b 8', True),
-    ('images', '--grad-accum-steps 2', '--grad-accum-steps 1', True),
-    ('images', '--epochs 3', '--epochs 4', False),
-    ('images', '-j 0', '-j 1', False),
-    ('images', *(f'--train-img-sizes 24 32 --train-batch-sizes {sizes}' for sizes in ('8 4', '6 3')), True),
-    ('shards', '-j 0', '-j 2', True),
-    ('parquet', '--epoch-repeats 0', '--epoch-repeats 2', True),
-])
+@pytest.mark.parametrize(
+    'data, before, after, anew',
+    [
+        ('images', '-b 6', '-b 8', True),
+        ('images', '--grad-accum-steps 2', '--grad-accum-steps 1', True),
+        ('images', '--epochs 3', '--epochs 4', False),
+        ('images', '-j 0', '-j 1', False),
+        ('images', *(f'--train-img-sizes 24 32 --train-batch-sizes {sizes}' for sizes in ('8 4', '6 3')), True),
+        ('shards', '-j 0', '-j 2', True),
+        ('parquet', '--epoch-repeats 0', '--epoch-repeats 2', True),
+    ],
+)
 def test_changed_batches_updates_and_epochs(tmp_path, images, monkeypatch, caplog, data, before, after, anew):
     """From where it goes on, the run has the rates and batches of one that had the new options all along."""
     monkeypatch.setattr(training, 'draw_curves', lambda *args: None)
@@ -143,7 +166,7 @@ def test_changed_batches_updates_and_epochs(tmp_path, images, monkeypatch, caplo
     with monkeypatch.context() as patch:
         interrupt(patch, 2)
         run(before, 130)
-    assert run(f'{after} --resume auto') == whole[2 * length:]
+    assert run(f'{after} --resume auto') == whole[2 * length :]
 
     with monkeypatch.context() as patch:
         terminate_at(patch, trainer.Trainer, '_update', 2)
@@ -194,10 +217,13 @@ def test_interruption_while_saving_leaves_whole_files_and_changes_nothing(tmp_pa
     assert_same_end(tmp_path / 'whole' / 'run', tmp_path / 'parts' / 'run')
 
 
-@pytest.mark.parametrize('owner, name, call', [
-    (trainer.Trainer, '_update', 6),  # the second of epoch 1
-    (trainer.ClassificationEvaluator, 'update', 8),  # the second of the validation of epoch 1
-])
+@pytest.mark.parametrize(
+    'owner, name, call',
+    [
+        (trainer.Trainer, '_update', 6),  # the second of epoch 1
+        (trainer.ClassificationEvaluator, 'update', 8),  # the second of the validation of epoch 1
+    ],
+)
 def test_termination_saves_what_the_epoch_has_come_to(tmp_path, images, monkeypatch, owner, name, call):
     options = ('--no-prefetcher', '--drop', 0.2, '--model-ema', '--sched-on-updates')
     assert train(tmp_path / 'whole', images, *options) == 0
@@ -220,8 +246,9 @@ def test_termination_saves_what_the_epoch_has_come_to(tmp_path, images, monkeypa
 def test_end_of_torchrun_ends_its_processes(tmp_path, images, monkeypatch):
     update = trainer.Trainer._update
     monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'none')
-    monkeypatch.setattr(trainer.Trainer, '_update', lambda self: (
-        update(self), monkeypatch.setattr(interrupts, '_parent', 0)))
+    monkeypatch.setattr(
+        trainer.Trainer, '_update', lambda self: (update(self), monkeypatch.setattr(interrupts, '_parent', 0))
+    )
     assert train(tmp_path, images) == 143
     assert last_checkpoint(tmp_path / 'run').name == 'recovery-0-1.pth.tar'
 
@@ -233,11 +260,14 @@ def torchs_error(cause: Exception | None = None) -> RuntimeError:
     return error
 
 
-@pytest.mark.parametrize('error, reason', [
-    (OSError(28, 'No space left on device'), 'No space left on device'),
-    (torchs_error(OSError(28, 'No space left on device')), 'No space left on device'),
-    (torchs_error(), 'unexpected pos 704 vs 598'),
-])
+@pytest.mark.parametrize(
+    'error, reason',
+    [
+        (OSError(28, 'No space left on device'), 'No space left on device'),
+        (torchs_error(OSError(28, 'No space left on device')), 'No space left on device'),
+        (torchs_error(), 'unexpected pos 704 vs 598'),
+    ],
+)
 def test_full_disk_is_said_and_loses_nothing(tmp_path, images, monkeypatch, capsys, error, reason):
     assert train(tmp_path, images, '--epochs', 1) == 0
     folder = tmp_path / 'run'
@@ -326,8 +356,23 @@ def test_finished_run_has_nothing_left_to_do(tmp_path, images):
 def test_another_experiment_starts_its_own_history(tmp_path, images):
     assert train(tmp_path, images, '--epochs', 3, '--decay-epochs', 1, '--sched', 'step') == 0
     last = tmp_path / 'run' / 'last.pth.tar'
-    assert train(tmp_path, images, '--resume', last, '--experiment', 'other', '--decay-epochs', 1, '--sched', 'step',
-                 '--lr', 1) == 0
+    assert (
+        train(
+            tmp_path,
+            images,
+            '--resume',
+            last,
+            '--experiment',
+            'other',
+            '--decay-epochs',
+            1,
+            '--sched',
+            'step',
+            '--lr',
+            1,
+        )
+        == 0
+    )
     with (tmp_path / 'other' / 'summary.csv').open(newline='') as file:
         rows = list(csv.DictReader(file))
     assert [row['epoch'] for row in rows] == ['3']
@@ -351,21 +396,38 @@ def test_new_optimizer_on_old_weights(tmp_path, images, capsys):
     assert train(tmp_path, images, '--epochs', 1, '--warmup-epochs', 0) == 0
     last = tmp_path / 'run' / 'last.pth.tar'
     other = (tmp_path, images, '--epochs', 2, '--warmup-epochs', 0, '--resume', last, '--experiment')
-    assert '--no-resume-opt continues with a new one' in refused(capsys, *other, 'a', '--opt', 'adamw',
-                                                                 '--layer-decay', 0.5)
+    assert '--no-resume-opt continues with a new one' in refused(
+        capsys, *other, 'a', '--opt', 'adamw', '--layer-decay', 0.5
+    )
     assert not (tmp_path / 'a').exists()
     assert train(*other, 'a', '--opt', 'adamw', '--layer-decay', 0.5, '--no-resume-opt') == 0
     assert train(*other, 'b', '--lr', 0) == 0
-    ours, theirs = (torch.load(path, weights_only=True)['state_dict']['fc.weight']
-                    for path in (last, tmp_path / 'b' / 'last.pth.tar'))
+    ours, theirs = (
+        torch.load(path, weights_only=True)['state_dict']['fc.weight']
+        for path in (last, tmp_path / 'b' / 'last.pth.tar')
+    )
     assert torch.equal(ours, theirs)
 
 
 def test_average_begins_where_the_checkpoint_has_none(tmp_path, images):
     assert train(tmp_path, images, '--epochs', 1) == 0
     last = tmp_path / 'run' / 'last.pth.tar'
-    assert train(tmp_path, images, '--epochs', 2, '--resume', last, '--experiment', 'b', '--model-ema',
-                 '--model-ema-decay', 1) == 0
+    assert (
+        train(
+            tmp_path,
+            images,
+            '--epochs',
+            2,
+            '--resume',
+            last,
+            '--experiment',
+            'b',
+            '--model-ema',
+            '--model-ema-decay',
+            1,
+        )
+        == 0
+    )
     average = torch.load(tmp_path / 'b' / 'last.pth.tar', weights_only=True)['state_dict_ema']
     assert torch.equal(average['fc.weight'], torch.load(last, weights_only=True)['state_dict']['fc.weight'])
 
@@ -376,17 +438,19 @@ def test_what_cannot_be_continued_is_refused(tmp_path, images, capsys):
     assert 'no such file' in refused(capsys, tmp_path, images, '--resume', tmp_path / 'none.pth.tar')
     assert 'no such file' in refused(capsys, tmp_path, images, '--resume', 'long' * 100)
     assert 'cannot make the output folder' in refused(
-        capsys, tmp_path, images, '--resume', 'auto', '--experiment', 'long' * 100)
+        capsys, tmp_path, images, '--resume', 'auto', '--experiment', 'long' * 100
+    )
     (tmp_path / 'empty').mkdir()
     assert 'it has no args.yaml' in refused(capsys, tmp_path, images, '--resume', tmp_path / 'empty')
     (tmp_path / 'empty' / 'args.yaml').write_bytes((folder / 'args.yaml').read_bytes())
-    assert 'there is no checkpoint in this folder' in refused(
-        capsys, tmp_path, images, '--resume', tmp_path / 'empty')
+    assert 'there is no checkpoint in this folder' in refused(capsys, tmp_path, images, '--resume', tmp_path / 'empty')
     assert '--resume auto needs --experiment' in refused(
-        capsys, tmp_path, images, '--resume', 'auto', '--experiment', '')
+        capsys, tmp_path, images, '--resume', 'auto', '--experiment', ''
+    )
     assert 'holds an earlier run' in refused(capsys, tmp_path, images, '--resume', folder / 'checkpoint-0.pth.tar')
     assert 'does not fit the model' in refused(
-        capsys, tmp_path, images, '--resume', 'auto', '--model', 'test_vit', '--img-size', 64)
+        capsys, tmp_path, images, '--resume', 'auto', '--model', 'test_vit', '--img-size', 64
+    )
 
 
 @pytest.mark.parametrize('recovery', [False, True])
@@ -397,7 +461,7 @@ def test_truncated_checkpoint_names_one_that_is_whole(tmp_path, images, capsys, 
     folder = tmp_path / 'parts' / 'run'
     last, before, best = (folder / f'{name}.pth.tar' for name in ('last', 'checkpoint-0', 'model_best'))
     content = last.read_bytes()
-    last.write_bytes(content[:len(content) // 2])  # and with it the other names of the same file
+    last.write_bytes(content[: len(content) // 2])  # and with it the other names of the same file
     best.unlink()
     if recovery:
         (folder / 'recovery-2-1.pth.tar').write_bytes(content[:1000])

@@ -1,4 +1,5 @@
 """Several image sizes in one run, and the loader that lives through all epochs."""
+
 import copy
 import shlex
 
@@ -15,7 +16,8 @@ from .tiny_images import write_images
 pytestmark = pytest.mark.usefixtures('no_pictures')
 TINY = shlex.split(
     '--model test_resnet --num-classes 3 --img-size 32 -b 6 -j 0 --epochs 2 --lr 0.02 --warmup-epochs 0 --device cpu '
-    '--experiment run')
+    '--experiment run'
+)
 
 
 @pytest.fixture(scope='module')
@@ -30,7 +32,8 @@ def shapes_seen(tmp_path, images, options, epochs=2) -> list[list[tuple[int, int
     trainer = prepare(args).trainer
     seen = []
     trainer.task.trainable_module.register_forward_pre_hook(
-        lambda module, inputs: seen[-1].append((len(inputs[0]), inputs[0].shape[-1])))
+        lambda module, inputs: seen[-1].append((len(inputs[0]), inputs[0].shape[-1]))
+    )
     for epoch in range(epochs):
         seen.append([])
         trainer.position = None
@@ -51,7 +54,8 @@ def test_batches_of_several_sizes(tmp_path, images):
 def test_sizes_grow_over_the_epochs(tmp_path, images):
     options = '--train-img-sizes 24 40 --train-size-schedule progressive --train-size-schedule-spread 0 '
     first, last = shapes_seen(
-        tmp_path, images, options + '--train-size-random-mix 0 --train-batches-per-epoch 3 --no-prefetcher')
+        tmp_path, images, options + '--train-size-random-mix 0 --train-batches-per-epoch 3 --no-prefetcher'
+    )
     assert first == [(6, 24)] * 3
     assert last == [(6, 40)] * 3
 
@@ -63,9 +67,12 @@ def test_weights_of_the_sizes(tmp_path, images):
 
 def test_sizes_that_cannot_be(tmp_path, images):
     for options, message in (
-            ('--train-img-sizes 24 32 --train-batch-sizes 4 400', 'there are 36 training images'),
-            ('--train-img-sizes 64 96 --model test_vit --model-kwargs dynamic_img_size=False',
-                 "'test_vit' takes images of one size")):
+        ('--train-img-sizes 24 32 --train-batch-sizes 4 400', 'there are 36 training images'),
+        (
+            '--train-img-sizes 64 96 --model test_vit --model-kwargs dynamic_img_size=False',
+            "'test_vit' takes images of one size",
+        ),
+    ):
         with pytest.raises(UsageError, match=message):
             shapes_seen(tmp_path, images, options)
 
@@ -81,9 +88,26 @@ def test_loader_for_all_epochs(tmp_path, images):
 @pytest.mark.parametrize('scale, exponent', [('none', 0), ('sqrt', 0.5), ('linear', 1)])
 def test_gradient_of_a_batch_is_weighed_by_its_size(tmp_path, images, scale, exponent):
     """With plain SGD, an update is the learning rate times that gradient; the loss that is shown is as it is."""
-    args = train_parser().parse_args([
-        *TINY, str(images), '--output', str(tmp_path), '--opt', 'momentum', '--momentum', '0', '--weight-decay', '0',
-        '--train-img-sizes', '32', '--train-batch-sizes', '36', '--variable-batch-loss-scale', scale])
+    args = train_parser().parse_args(
+        [
+            *TINY,
+            str(images),
+            '--output',
+            str(tmp_path),
+            '--opt',
+            'momentum',
+            '--momentum',
+            '0',
+            '--weight-decay',
+            '0',
+            '--train-img-sizes',
+            '32',
+            '--train-batch-sizes',
+            '36',
+            '--variable-batch-loss-scale',
+            scale,
+        ]
+    )
     check_train_options(args)
     trainer = prepare(args).trainer
     before, (weights, *_) = copy.deepcopy(trainer.task), trainer.task.trainable_module.parameters()

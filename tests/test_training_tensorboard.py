@@ -1,4 +1,5 @@
 """Logging for TensorBoard: the figures of the summary, read back with TensorBoard's own reader."""
+
 import csv
 import shlex
 import sys
@@ -11,12 +12,12 @@ from flatten_zoo.training.train import main
 from .tiny_images import write_images
 
 pytestmark = pytest.mark.usefixtures('no_pictures')
-EventAccumulator = pytest.importorskip(
-    'tensorboard.backend.event_processing.event_accumulator').EventAccumulator
+EventAccumulator = pytest.importorskip('tensorboard.backend.event_processing.event_accumulator').EventAccumulator
 
 TINY = shlex.split(
     '--model test_resnet --num-classes 3 --img-size 32 -b 6 -j 0 --epochs 3 --lr 0.02 --warmup-epochs 0 --device cpu '
-    '--experiment run --log-tensorboard')
+    '--experiment run --log-tensorboard'
+)
 
 
 @pytest.fixture(scope='module')
@@ -35,7 +36,9 @@ def in_summary(folder) -> dict[str, dict[int, float]]:
         rows = list(csv.DictReader(file))
     return {
         name: {int(row['epoch']): pytest.approx(float(row[name])) for row in rows if row[name]}
-        for name in rows[0] if name != 'epoch'}
+        for name in rows[0]
+        if name != 'epoch'
+    }
 
 
 def test_every_row_is_logged(tmp_path, images):

@@ -1,4 +1,5 @@
 """Validation on several views of each image."""
+
 import csv
 import shlex
 
@@ -19,7 +20,8 @@ from .tiny_images import write_images, write_shards
 pytestmark = pytest.mark.usefixtures('no_pictures')
 TINY = shlex.split(
     '--model test_resnet --num-classes 3 --img-size 32 -b 6 -vb 7 -j 0 --epochs 1 --lr 0.02 --warmup-epochs 0 '
-    '--device cpu --experiment run --crop-pct 0.8')
+    '--device cpu --experiment run --crop-pct 0.8'
+)
 
 
 @pytest.fixture(scope='module')
@@ -43,8 +45,9 @@ def test_ten_views_are_the_centre_the_corners_and_their_mirror_images():
     assert views.shape == (10, 3, 16, 24)
     assert torch.equal(views[0], single(image))
     resized = F.pil_to_tensor(single.transforms[0](image))
-    for number, view in enumerate((resized[:, :16, :24], resized[:, :16, -24:], resized[:, -16:, :24],
-                                   resized[:, -16:, -24:]), 1):
+    for number, view in enumerate(
+        (resized[:, :16, :24], resized[:, :16, -24:], resized[:, -16:, :24], resized[:, -16:, -24:]), 1
+    ):
         assert torch.equal(views[2 * number], view)
     assert torch.equal(views[1::2], views[::2].flip(-1))
     assert len({view.numpy().tobytes() for view in views}) == 10

@@ -1,4 +1,5 @@
 """Logging to Weights & Biases, by a stand-in for its package."""
+
 import shlex
 import sys
 from types import SimpleNamespace
@@ -16,7 +17,8 @@ from .tiny_images import write_images
 pytestmark = pytest.mark.usefixtures('no_pictures')
 TINY = shlex.split(
     '--model test_resnet --num-classes 3 --img-size 32 -b 6 -j 0 --epochs 2 --lr 0.02 --warmup-epochs 0 --device cpu '
-    '--experiment run --log-wandb')
+    '--experiment run --log-wandb'
+)
 
 
 @pytest.fixture

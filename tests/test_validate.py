@@ -1,4 +1,5 @@
 """validate.py: the figures of a model, of a checkpoint, of a run."""
+
 import csv
 import json
 import os
@@ -33,8 +34,10 @@ def images(tmp_path_factory):
 def run(tmp_path_factory, images):
     """Output folder of a run whose best epoch is not its last and whose options are not the defaults."""
     output = tmp_path_factory.mktemp('output')
-    options = ('--epochs 3 --lr .02 --warmup-epochs 0 --model-ema --model-ema-decay .8 --crop-pct .9 --mean .5 '
-               '--std .3 --tta 3')
+    options = (
+        '--epochs 3 --lr .02 --warmup-epochs 0 --model-ema --model-ema-decay .8 --crop-pct .9 --mean .5 '
+        '--std .3 --tta 3'
+    )
     argv = [*MODEL, str(images), *options.split(), '--output', str(output), '--experiment', 'run']
     assert train(argv) == 0
     return output / 'run'
@@ -120,11 +123,14 @@ def test_split_folder_may_be_given_itself(capsys, run, images):
     assert itself['loss'] == whole['loss']
 
 
-@pytest.mark.parametrize('argv', [
-    '--test-pool --img-size 192',
-    '--use-train-size --fast-norm',
-    '--crop-mode border --crop-border-pixels 2 --no-prefetcher --gp max',
-])
+@pytest.mark.parametrize(
+    'argv',
+    [
+        '--test-pool --img-size 192',
+        '--use-train-size --fast-norm',
+        '--crop-mode border --crop-border-pixels 2 --no-prefetcher --gp max',
+    ],
+)
 def test_options_validate(capsys, run, argv):
     figures = results(capsys, '--checkpoint', run, *argv.split())
     assert 0 <= figures['top1'] <= 100
@@ -138,6 +144,7 @@ def test_folded_branches_change_nothing(capsys, images, tmp_path):
 
 
 # Several models
+
 
 @pytest.fixture
 def untrained(monkeypatch):
@@ -167,7 +174,8 @@ def test_wildcards_and_files_stand_for_several_models(capsys, images, tmp_path, 
 def test_several_models_that_cannot_be(capsys, images, run, tmp_path):
     assert "'nothing*': no model with released weights fits" in refused(capsys, images, '--model', 'nothing*')
     assert 'but --checkpoint is of one' in refused(
-        capsys, images, '--model', 'flatten_*', '--checkpoint', run / 'last.pth.tar')
+        capsys, images, '--model', 'flatten_*', '--checkpoint', run / 'last.pth.tar'
+    )
     (tmp_path / 'empty.txt').write_text('\n')
     assert 'the file names no model' in refused(capsys, images, '--model', tmp_path / 'empty.txt')
 
@@ -197,6 +205,7 @@ def test_official_accuracy_is_compared_with_on_imagenet_only(capsys, images, mon
 
 
 # Other labels, and too little memory
+
 
 def test_some_of_the_classes(capsys, images, tmp_path):
     """A model of five classes whose second, third and fifth are those of the data."""
@@ -229,8 +238,18 @@ def test_reassessed_labels(capsys, tmp_path):
     torch.save(model.state_dict(), tmp_path / 'six.pth')
     every = list(range(6))
     (tmp_path / 'real.json').write_text(json.dumps([every, every, [], every, [5]]))
-    argv = [folder, *MODEL, '--num-classes', 6, '--class-map', tmp_path / 'classes.txt', '--checkpoint',
-            tmp_path / 'six.pth', '--real-labels', tmp_path / 'real.json']
+    argv = [
+        folder,
+        *MODEL,
+        '--num-classes',
+        6,
+        '--class-map',
+        tmp_path / 'classes.txt',
+        '--checkpoint',
+        tmp_path / 'six.pth',
+        '--real-labels',
+        tmp_path / 'real.json',
+    ]
     figures = results(capsys, *argv)
     assert (figures['top1'], figures['top5'], figures['images']) == (75, 75, 5)
     (tmp_path / 'real.json').write_text(json.dumps([every]))
@@ -273,7 +292,8 @@ def test_smaller_batches_where_memory_does_not_suffice(capsys, images, run, monk
     assert sizes[0] == 8
     assert sizes[-1] <= 3
     assert 'the memory does not suffice for --batch-size 8: give a smaller' in refused(
-        capsys, '--checkpoint', run, '-b', 8)
+        capsys, '--checkpoint', run, '-b', 8
+    )
 
 
 def test_refusals(capsys, run, images, tmp_path):
@@ -283,14 +303,16 @@ def test_refusals(capsys, run, images, tmp_path):
     assert 'no split' in refused(capsys, *MODEL, images, '--checkpoint', whole, '--split', 'test')
     torch.save(create_model('test_resnet', num_classes=5).state_dict(), tmp_path / 'five.pth')
     assert 'has 3 classes but test_resnet has 5' in refused(
-        capsys, *MODEL, images, '--num-classes', 5, '--checkpoint', tmp_path / 'five.pth')
+        capsys, *MODEL, images, '--num-classes', 5, '--checkpoint', tmp_path / 'five.pth'
+    )
     assert 'does not fit the model' in refused(capsys, *MODEL, images, '--checkpoint', whole, '--num-classes', 5)
     assert f"'{half}' is incomplete" in refused(capsys, *MODEL, images, '--checkpoint', half)
     assert 'no output folder of train.py' in refused(capsys, '--checkpoint', tmp_path)
     assert "unknown model 'resnt50'; did you mean" in refused(capsys, images, '--model', 'resnt50')
     torch.save({'state_dict': create_model('test_resnet', num_classes=3).state_dict()}, tmp_path / 'plain.pth')
     assert 'there are no averaged (EMA) weights' in refused(
-        capsys, *MODEL, images, '--checkpoint', tmp_path / 'plain.pth', '--use-ema')
+        capsys, *MODEL, images, '--checkpoint', tmp_path / 'plain.pth', '--use-ema'
+    )
 
 
 def test_checkpoint_that_would_run_code_is_refused(capsys, images, tmp_path):
@@ -312,9 +334,11 @@ def test_several_gpus_share_a_batch(monkeypatch, capsys, images, untrained):
     with pytest.raises(UsageError, match='--num-gpu 4 --device cuda: takes the first GPUs of a machine, which has 3'):
         shared_by_gpus(model, 4, torch.device('cuda'))
     assert '--num-gpu 2 --device cpu: takes the first GPUs' in refused(
-        capsys, *MODEL, images, '--num-gpu', 2, '--device', 'cpu')
+        capsys, *MODEL, images, '--num-gpu', 2, '--device', 'cpu'
+    )
     assert '--num-gpu 2 does not go with --torchcompile' in refused(
-        capsys, *MODEL, images, '--num-gpu', 2, '--torchcompile')
+        capsys, *MODEL, images, '--num-gpu', 2, '--torchcompile'
+    )
 
 
 def test_several_processes_are_refused(capsys, monkeypatch):

@@ -1,4 +1,5 @@
 """Pictures of attention: the numbers against what the layers put out, the figures, and the command."""
+
 import math
 from pathlib import Path
 
@@ -55,8 +56,10 @@ def test_focused_linear_rows_times_values_are_the_output(name):
     layer = next(iter(visualize.attention_layers(model)))
     attn = model.get_submodule(layer)
     inputs, expected = input_and_output(model, layer, x)
-    assert all(a is b or torch.equal(torch.as_tensor(a), torch.as_tensor(b))
-               for a, b in zip(inputs, visualize.layer_inputs(model, layer, x), strict=True))
+    assert all(
+        a is b or torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+        for a, b in zip(inputs, visualize.layer_inputs(model, layer, x), strict=True)
+    )
     q, k, v = visualize.queries_keys_values(attn, *inputs)
     height, width = q.shape[1:3]
     v, out = v.flatten(1, 2)[0], torch.empty_like(v.flatten(1, 2)[0])
@@ -94,34 +97,37 @@ def test_what_is_read_by_default(name):
     assert maps.forms['depthwise'].rank == height * width
     # the twin, written out
     inputs = visualize.layer_inputs(model, maps.layer, image(128, 128, dtype=torch.float32))
-    q, k, _ = (y[..., :attn.head_dim].flatten(1, 2)[0].double()
-               for y in visualize.queries_keys_values(attn, *inputs))
-    torch.testing.assert_close(
-        maps.forms['softmax'].matrix, (q @ k.T / math.sqrt(attn.head_dim)).softmax(-1))
+    q, k, _ = (y[..., : attn.head_dim].flatten(1, 2)[0].double() for y in visualize.queries_keys_values(attn, *inputs))
+    torch.testing.assert_close(maps.forms['softmax'].matrix, (q @ k.T / math.sqrt(attn.head_dim)).softmax(-1))
 
 
 def test_the_kernel_is_placed_at_the_query():
     model = create_small('flatten_pvt_t')
     maps = visualize.read_attention(model, image(64, 64, dtype=torch.float32), 'stages.0.blocks.0.attn', [(0.5, 0.4)])
-    (row, col), = maps.cells
+    ((row, col),) = maps.cells
     attn = model.get_submodule(maps.layer)
     norms = attn.dwc.weight.flatten(1).norm(dim=1)
     typical = norms.argsort()[len(norms) // 2]
     kernel = (maps.forms['depthwise'].rows - maps.forms['linear'].rows)[0]
     torch.testing.assert_close(
-        kernel[row - 2:row + 3, col - 2:col + 3].float(), attn.dwc.weight[typical, 0], rtol=1e-5, atol=1e-6)
-    kernel[row - 2:row + 3, col - 2:col + 3] = 0
+        kernel[row - 2 : row + 3, col - 2 : col + 3].float(), attn.dwc.weight[typical, 0], rtol=1e-5, atol=1e-6
+    )
+    kernel[row - 2 : row + 3, col - 2 : col + 3] = 0
     assert not kernel.any()
     assert f'channel {typical}' in maps.forms['depthwise'].label
 
 
-@pytest.mark.parametrize('create, layer', [
-    (lambda: create_small('flatten_pvt_t'), 'stages.0.blocks.0.attn'),
-    (lambda: create_small('flatten_cswin_t'), 'stages.0.blocks.0.attns.0'),
-    (lambda: seeded('ea_resnet50', attn_stages=('layer1',)), 'layer1.attn'),
-    (lambda: seeded('issa_resnet50', attn_stages=('layer1',)), 'layer1.attn'),
-    (lambda: seeded('nl_resnet50', attn_stages=('layer1',)), 'layer1.attn'),
-], ids=['pvt', 'cswin', 'ea', 'issa', 'nl'])
+@pytest.mark.parametrize(
+    'create, layer',
+    [
+        (lambda: create_small('flatten_pvt_t'), 'stages.0.blocks.0.attn'),
+        (lambda: create_small('flatten_cswin_t'), 'stages.0.blocks.0.attns.0'),
+        (lambda: seeded('ea_resnet50', attn_stages=('layer1',)), 'layer1.attn'),
+        (lambda: seeded('issa_resnet50', attn_stages=('layer1',)), 'layer1.attn'),
+        (lambda: seeded('nl_resnet50', attn_stages=('layer1',)), 'layer1.attn'),
+    ],
+    ids=['pvt', 'cswin', 'ea', 'issa', 'nl'],
+)
 def test_large_maps_form_no_square_matrix(create, layer):
     model, x = create(), image(192, 256, dtype=torch.float32)
     n = 48 * 64
@@ -153,8 +159,10 @@ def test_efficient_attention_maps_carry_the_output(kwargs):
     for head in range(attn.num_heads):
         maps = visualize.read_attention(model, x, 'layer3.attn', head=head)
         assert maps.maps.shape == (8 // attn.num_heads, 4, 6)
-        summands = [torch.outer(q[head, channel], weights.flatten() @ v[head].T)
-                    for weights, channel in zip(maps.maps, maps.channels, strict=True)]
+        summands = [
+            torch.outer(q[head, channel], weights.flatten() @ v[head].T)
+            for weights, channel in zip(maps.maps, maps.channels, strict=True)
+        ]
         norms = torch.stack([summand.norm() for summand in summands])
         torch.testing.assert_close(maps.shares, norms / norms.sum())
         assert (maps.shares.diff() <= 0).all() and sorted(maps.channels.tolist()) == list(range(len(summands)))
@@ -166,8 +174,9 @@ def test_efficient_attention_maps_carry_the_output(kwargs):
 @pytest.mark.parametrize('normalization', ['softmax', 'scaling'])
 @torch.no_grad()
 def test_non_local_rows_times_values_are_the_output(normalization):
-    model = resnet('nl_resnet50', attn_kwargs={
-        'key_dim': 8, 'value_dim': 8, 'num_heads': 2, 'normalization': normalization})
+    model = resnet(
+        'nl_resnet50', attn_kwargs={'key_dim': 8, 'value_dim': 8, 'num_heads': 2, 'normalization': normalization}
+    )
     x = image(64, 96)
     (y,), expected = input_and_output(model, 'layer3.attn', x)
     attn = model.get_submodule('layer3.attn')
@@ -196,12 +205,15 @@ def test_interlaced_rows_times_values_are_the_output():
     torch.testing.assert_close(combined, short_range @ long_range)
 
 
-@pytest.mark.parametrize('name, kwargs, stages', [
-    ('flatten_pvt_t', SMALL['flatten_pvt_t'], [(f'stages.{i}', 16 >> i) for i in range(4)]),
-    ('flatten_swin_t', SMALL['flatten_swin_t'], [(f'layers.{i}', 16 >> i) for i in range(4)]),
-    ('resnet10t', {}, [('act1', 32), *((f'layer{i + 1}', 16 >> i) for i in range(4))]),
-    ('vit_tiny_patch16_224', {'img_size': 64, 'depth': 2}, [('blocks.0', 4), ('blocks.1', 4)]),
-])
+@pytest.mark.parametrize(
+    'name, kwargs, stages',
+    [
+        ('flatten_pvt_t', SMALL['flatten_pvt_t'], [(f'stages.{i}', 16 >> i) for i in range(4)]),
+        ('flatten_swin_t', SMALL['flatten_swin_t'], [(f'layers.{i}', 16 >> i) for i in range(4)]),
+        ('resnet10t', {}, [('act1', 32), *((f'layer{i + 1}', 16 >> i) for i in range(4))]),
+        ('vit_tiny_patch16_224', {'img_size': 64, 'depth': 2}, [('blocks.0', 4), ('blocks.1', 4)]),
+    ],
+)
 @torch.no_grad()
 def test_energy(name, kwargs, stages):
     model, x = timm.create_model(name, **kwargs).eval(), image(64, 64, dtype=torch.float32)
@@ -232,9 +244,16 @@ def test_a_map_without_structure_says_so():
     assert written.count('everywhere 1') == 1 and written.count('positions, mean') == 1
 
 
-@pytest.mark.parametrize('img_size, layer, expected', [
-    ((224, 224), None, 'layer3.attn'), ((288, 224), None, 'layer3.attn'), ((288, 288), None, 'layer4.attn'),
-    ((64, 64), None, 'layer4.attn'), ((224, 224), 'layer4.attn', 'layer4.attn')])
+@pytest.mark.parametrize(
+    'img_size, layer, expected',
+    [
+        ((224, 224), None, 'layer3.attn'),
+        ((288, 224), None, 'layer3.attn'),
+        ((288, 288), None, 'layer4.attn'),
+        ((64, 64), None, 'layer4.attn'),
+        ((224, 224), 'layer4.attn', 'layer4.attn'),
+    ],
+)
 def test_interlaced_attention_is_shown_where_its_groups_fit(img_size, layer, expected):
     maps = visualize.read_attention(seeded('issa_resnet50'), image(*img_size, dtype=torch.float32), layer, [(0.5, 0.5)])
     fits = min(maps.forms['combined'].rows.shape[1:]) > 8
@@ -242,8 +261,11 @@ def test_interlaced_attention_is_shown_where_its_groups_fit(img_size, layer, exp
 
 
 def test_points_that_share_a_position_are_shown_once():
-    maps = visualize.read_attention(create_small('flatten_pvt_t'), image(64, 32, dtype=torch.float32), points=[
-        (0, 0), (0.01, 0.2), (1, 1), (0.5, 0.9)])
+    maps = visualize.read_attention(
+        create_small('flatten_pvt_t'),
+        image(64, 32, dtype=torch.float32),
+        points=[(0, 0), (0.01, 0.2), (1, 1), (0.5, 0.9)],
+    )
     assert maps.cells == [(0, 0), (1, 0)]
 
 
@@ -269,24 +291,61 @@ def texts(figure):
     return '\n'.join(text.get_text() for text in figure.findobj(Text))
 
 
-@pytest.mark.parametrize('model, arguments, drawn, arrays', [
-    ('flatten_pvt_v2_b0', ['--layer', 'stages.2.blocks.1.attn', '--head', 4, '--img-size', 64, 96],
-     'focused linear attention of flatten_pvt_v2_b0 (untrained), stages.2.blocks.1.attn, head 4',
-     {'queries': (9, 2), 'linear': (9, 4, 6), 'depthwise': (9, 4, 6), 'softmax': (9, 4, 6),
-      'softmax.matrix': (24, 24), 'linear.singular_values': (24,), 'linear.rank': ()}),
-    ('flatten_deit_t', ['--img-size', 64, '--query', 0.5, 0.5],
-     'focused linear attention of flatten_deit_t (untrained), blocks.11.attn, head 0', {'linear': (1, 4, 4)}),
-    ('ea_resnet50', ['--img-size', 64], 'efficient attention of ea_resnet50 (untrained), layer4.attn, head 0',
-     {'maps': (64, 2, 2), 'channels': (64,), 'shares': (64,)}),
-    ('issa_resnet50', ['--img-size', 96, '--layer', 'layer3.attn'],
-     'interlaced sparse attention of issa_resnet50 (untrained), layer3.attn, head 0',
-     {'long_range': (9, 6, 6), 'short_range': (9, 6, 6), 'combined': (9, 6, 6)}),
-    ('nl_resnet50', ['--img-size', 64, '--layer', 'layer3.attn'],
-     'non-local attention of nl_resnet50 (untrained), layer3.attn, head 0', {'attention': (9, 4, 4)}),
-    ('flatten_pvt_v2_b0', ['--img-size', 64, '--pyramid'], 'feature pyramid of flatten_pvt_v2_b0 (untrained)',
-     {'energy.stages.0': (16, 16), 'energy.stages.3': (2, 2)}),
-    ('resnet10t', [], 'feature pyramid of resnet10t (untrained)', {'picture': (176, 176, 3), 'energy.act1': (88, 88)}),
-])
+@pytest.mark.parametrize(
+    'model, arguments, drawn, arrays',
+    [
+        (
+            'flatten_pvt_v2_b0',
+            ['--layer', 'stages.2.blocks.1.attn', '--head', 4, '--img-size', 64, 96],
+            'focused linear attention of flatten_pvt_v2_b0 (untrained), stages.2.blocks.1.attn, head 4',
+            {
+                'queries': (9, 2),
+                'linear': (9, 4, 6),
+                'depthwise': (9, 4, 6),
+                'softmax': (9, 4, 6),
+                'softmax.matrix': (24, 24),
+                'linear.singular_values': (24,),
+                'linear.rank': (),
+            },
+        ),
+        (
+            'flatten_deit_t',
+            ['--img-size', 64, '--query', 0.5, 0.5],
+            'focused linear attention of flatten_deit_t (untrained), blocks.11.attn, head 0',
+            {'linear': (1, 4, 4)},
+        ),
+        (
+            'ea_resnet50',
+            ['--img-size', 64],
+            'efficient attention of ea_resnet50 (untrained), layer4.attn, head 0',
+            {'maps': (64, 2, 2), 'channels': (64,), 'shares': (64,)},
+        ),
+        (
+            'issa_resnet50',
+            ['--img-size', 96, '--layer', 'layer3.attn'],
+            'interlaced sparse attention of issa_resnet50 (untrained), layer3.attn, head 0',
+            {'long_range': (9, 6, 6), 'short_range': (9, 6, 6), 'combined': (9, 6, 6)},
+        ),
+        (
+            'nl_resnet50',
+            ['--img-size', 64, '--layer', 'layer3.attn'],
+            'non-local attention of nl_resnet50 (untrained), layer3.attn, head 0',
+            {'attention': (9, 4, 4)},
+        ),
+        (
+            'flatten_pvt_v2_b0',
+            ['--img-size', 64, '--pyramid'],
+            'feature pyramid of flatten_pvt_v2_b0 (untrained)',
+            {'energy.stages.0': (16, 16), 'energy.stages.3': (2, 2)},
+        ),
+        (
+            'resnet10t',
+            [],
+            'feature pyramid of resnet10t (untrained)',
+            {'picture': (176, 176, 3), 'energy.act1': (88, 88)},
+        ),
+    ],
+)
 def test_command(model, arguments, drawn, arrays, photo, tmp_path, capsys):
     output, numbers = tmp_path / 'out.png', tmp_path / 'out.npz'
     assert run(photo, output, model, *arguments, '--save-arrays', numbers) == 0
@@ -298,10 +357,16 @@ def test_command(model, arguments, drawn, arrays, photo, tmp_path, capsys):
         assert all(np.isfinite(saved[name]).all() for name in saved)
 
 
-@pytest.mark.parametrize('layer, words', [
-    ('stages.2.blocks.0.attn', ['4 × 4 positions', 'head 0 of 5', 'of 16', 'singular values', 'with the depthwise']),
-    ('stages.0.blocks.0.attn', ['16 × 16 positions', 'one head', 'softmax of the', 'row 2, col 2']),
-])
+@pytest.mark.parametrize(
+    'layer, words',
+    [
+        (
+            'stages.2.blocks.0.attn',
+            ['4 × 4 positions', 'head 0 of 5', 'of 16', 'singular values', 'with the depthwise'],
+        ),
+        ('stages.0.blocks.0.attn', ['16 × 16 positions', 'one head', 'softmax of the', 'row 2, col 2']),
+    ],
+)
 def test_figure_says_what_it_shows(layer, words):
     maps = visualize.read_attention(create_small('flatten_pvt_t'), image(64, 64, dtype=torch.float32), layer)
     figure = visualize.draw(maps, torch.rand(64, 64, 3), 'a model')
@@ -318,8 +383,11 @@ def test_figure_says_what_it_shows(layer, words):
 
 def test_marks_hide_nothing_of_the_maps():
     maps = visualize.read_attention(
-        create_small('flatten_swin_t', img_size=224), image(224, 224, dtype=torch.float32), 'layers.0.blocks.0.attn',
-        [(0.3, 0.6)])
+        create_small('flatten_swin_t', img_size=224),
+        image(224, 224, dtype=torch.float32),
+        'layers.0.blocks.0.attn',
+        [(0.3, 0.6)],
+    )
     figure = visualize.draw(maps, torch.rand(224, 224, 3), 'a model')
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
@@ -334,7 +402,7 @@ def test_marks_hide_nothing_of_the_maps():
     assert changed.any()
     for ax in panels:
         left, bottom, right, top = (round(side) for side in ax.bbox.extents)
-        assert not changed[bottom + 2:top - 2, left + 2:right - 2].any()  # within the frame
+        assert not changed[bottom + 2 : top - 2, left + 2 : right - 2].any()  # within the frame
 
 
 def test_pdf(photo, tmp_path):
@@ -355,8 +423,23 @@ def test_checkpoint(suffix, photo, tmp_path):
     else:
         save_file(model.state_dict(), checkpoint)
     arrays = tmp_path / 'out.npz'
-    assert run(photo, tmp_path / 'out.png', 'flatten_pvt_v2_b0', '--img-size', 64, '--query', 0.5, 0.5,
-               '--checkpoint', checkpoint, '--save-arrays', arrays) == 0
+    assert (
+        run(
+            photo,
+            tmp_path / 'out.png',
+            'flatten_pvt_v2_b0',
+            '--img-size',
+            64,
+            '--query',
+            0.5,
+            0.5,
+            '--checkpoint',
+            checkpoint,
+            '--save-arrays',
+            arrays,
+        )
+        == 0
+    )
     x, _ = visualize.load_picture(photo, model, [64])
     expected = visualize.read_attention(model, x, points=[(0.5, 0.5)])
     np.testing.assert_allclose(np.load(arrays)['linear'], expected.forms['linear'].rows.numpy(), rtol=1e-6)
@@ -383,31 +466,68 @@ def test_unsuited_checkpoints(photo, tmp_path, capsys):
     save_file({'weight': torch.zeros(2)}, tmp_path / 'other.safetensors')
     (tmp_path / 'broken.pth').write_bytes(b'no checkpoint')
     for name, message in (
-            ('other.safetensors', 'does not fit'), ('broken.pth', 'no checkpoint'), ('none.pth', 'there is no file')):
+        ('other.safetensors', 'does not fit'),
+        ('broken.pth', 'no checkpoint'),
+        ('none.pth', 'there is no file'),
+    ):
         assert run(photo, tmp_path / 'out.png', 'flatten_pvt_v2_b0', '--checkpoint', tmp_path / name) == 2
         captured = capsys.readouterr().err
         assert message in captured and name in captured and len(captured.splitlines()) == 2
     assert not (tmp_path / 'out.png').exists()
 
 
-@pytest.mark.parametrize('model, arguments, message', [
-    ('flatten_pvt_v9', [], "unknown model 'flatten_pvt_v9'; did you mean flatten_pvt"),
-    ('flatten_pvt_v2_b0', ['--layer', 'stages.3.blocks.1.atn'],
-     "unknown layer 'stages.3.blocks.1.atn'; did you mean stages.3.blocks.1.attn, "),
-    ('flatten_pvt_v2_b0', ['--layer', 'x'], 'layers that can be shown: stages.0.blocks.0.attn, stages.0.blocks.1.attn'),
-    ('flatten_pvt_v2_b0', ['--layer', 'stages.0.blocks.0.mlp'], "(MlpWithDepthwiseConv) is no attention that can be "),
-    ('flatten_swin_t', ['--layer', 'layers.3.blocks.0.attn'], "(WindowAttention) is no attention that can be shown"),
-    ('resnet10t', ['--layer', 'layer1'], 'no attention that can be shown, only the energy of its features (--pyramid)'),
-    ('flatten_pvt_v2_b0', ['--head', '8'], "head must be 0 to 7 in 'stages.3.blocks.1.attn', got 8"),
-    ('flatten_pvt_v2_b0', ['--query', '0.5', '64'], 'two fractions from 0 to 1 of width and height, got (0.5, 64.0)'),
-    ('flatten_pvt_v2_b0', ['--img-size', '0'], '--img-size must be one or two positive numbers, got 0'),
-    ('flatten_pvt_v2_b0', ['--img-size', '8', '8', '8'], '--img-size must be one or two positive numbers, got 8 8 8'),
-    ('flatten_deit_t', ['--img-size', '8'], "'flatten_deit_t'"),
-    ('flatten_pvt_s', ['--pretrained'], "cannot build 'flatten_pvt_s': No pretrained weights exist"),
-    ('resnet10t', ['-o', 'out.xyz'], "cannot write a picture to 'out.xyz': its name must end in one of"),
-    ('resnet10t', ['-o', 'no/folder/out.png'], "there is no folder 'no/folder'"),
-    ('resnet10t', ['--save-arrays', 'out.txt'], "cannot write arrays to 'out.txt': its name must end in one of npz"),
-])
+@pytest.mark.parametrize(
+    'model, arguments, message',
+    [
+        ('flatten_pvt_v9', [], "unknown model 'flatten_pvt_v9'; did you mean flatten_pvt"),
+        (
+            'flatten_pvt_v2_b0',
+            ['--layer', 'stages.3.blocks.1.atn'],
+            "unknown layer 'stages.3.blocks.1.atn'; did you mean stages.3.blocks.1.attn, ",
+        ),
+        (
+            'flatten_pvt_v2_b0',
+            ['--layer', 'x'],
+            'layers that can be shown: stages.0.blocks.0.attn, stages.0.blocks.1.attn',
+        ),
+        (
+            'flatten_pvt_v2_b0',
+            ['--layer', 'stages.0.blocks.0.mlp'],
+            '(MlpWithDepthwiseConv) is no attention that can be ',
+        ),
+        (
+            'flatten_swin_t',
+            ['--layer', 'layers.3.blocks.0.attn'],
+            '(WindowAttention) is no attention that can be shown',
+        ),
+        (
+            'resnet10t',
+            ['--layer', 'layer1'],
+            'no attention that can be shown, only the energy of its features (--pyramid)',
+        ),
+        ('flatten_pvt_v2_b0', ['--head', '8'], "head must be 0 to 7 in 'stages.3.blocks.1.attn', got 8"),
+        (
+            'flatten_pvt_v2_b0',
+            ['--query', '0.5', '64'],
+            'two fractions from 0 to 1 of width and height, got (0.5, 64.0)',
+        ),
+        ('flatten_pvt_v2_b0', ['--img-size', '0'], '--img-size must be one or two positive numbers, got 0'),
+        (
+            'flatten_pvt_v2_b0',
+            ['--img-size', '8', '8', '8'],
+            '--img-size must be one or two positive numbers, got 8 8 8',
+        ),
+        ('flatten_deit_t', ['--img-size', '8'], "'flatten_deit_t'"),
+        ('flatten_pvt_s', ['--pretrained'], "cannot build 'flatten_pvt_s': No pretrained weights exist"),
+        ('resnet10t', ['-o', 'out.xyz'], "cannot write a picture to 'out.xyz': its name must end in one of"),
+        ('resnet10t', ['-o', 'no/folder/out.png'], "there is no folder 'no/folder'"),
+        (
+            'resnet10t',
+            ['--save-arrays', 'out.txt'],
+            "cannot write arrays to 'out.txt': its name must end in one of npz",
+        ),
+    ],
+)
 def test_mistakes_are_one_line_and_status_2(model, arguments, message, photo, tmp_path, capsys):
     assert run(photo, tmp_path / 'out.png', model, *arguments) == 2
     captured = capsys.readouterr()
@@ -419,8 +539,13 @@ def test_unsuited_pictures(photo, tmp_path, capsys):
     (tmp_path / 'text.png').write_text('no picture')
     (tmp_path / 'half.png').write_bytes(photo.read_bytes()[:5000])
     Image.fromarray(np.full((9, 9), 300, np.float32)).save(tmp_path / 'deep.tif')
-    for name, message in (('none.png', 'there is no picture'), ('text.png', 'cannot read'), ('half.png', 'cannot read'),
-                          ('', 'cannot read'), ('deep.tif', 'its values are from 300 to 300')):
+    for name, message in (
+        ('none.png', 'there is no picture'),
+        ('text.png', 'cannot read'),
+        ('half.png', 'cannot read'),
+        ('', 'cannot read'),
+        ('deep.tif', 'its values are from 300 to 300'),
+    ):
         assert run(tmp_path / name, tmp_path / 'out.png', 'resnet10t') == 2
         captured = capsys.readouterr().err
         assert message in captured and name in captured and len(captured.splitlines()) == 2
@@ -469,6 +594,7 @@ def test_documented_commands_make_the_pictures(arguments, tmp_path):
     Image.fromarray(load_sample_image('china.jpg')).save(tmp_path / 'china.png')
     command, _, *options, output = arguments
     assert main([command, str(tmp_path / 'china.png'), *options, str(tmp_path / 'out.png')]) == 0
-    made, printed = (np.asarray(Image.open(path).convert('RGB'), float)
-                     for path in (tmp_path / 'out.png', DOCS / 'images' / output))
+    made, printed = (
+        np.asarray(Image.open(path).convert('RGB'), float) for path in (tmp_path / 'out.png', DOCS / 'images' / output)
+    )
     assert made.shape == printed.shape and np.abs(made - printed).mean() < 2

@@ -1,4 +1,5 @@
 """The package without its repository: training's programs as subcommands, recipes by name, and the wheel."""
+
 import os
 import shlex
 import subprocess
@@ -43,7 +44,8 @@ def test_wheel_does_everything(tmp_path):
 
     def run(command: str) -> str:
         done = subprocess.run(
-            [sys.executable, *shlex.split(command)], cwd=tmp_path, env=environment, capture_output=True, text=True)
+            [sys.executable, *shlex.split(command)], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout + done.stderr
 
@@ -52,8 +54,10 @@ def test_wheel_does_everything(tmp_path):
     run(f'-m pip install --quiet --no-deps --target site {wheel.name}')
     assert run("-c 'import flatten_zoo; print(flatten_zoo.__file__)'").startswith(str(tmp_path / 'site'))
     run('-m flatten_zoo.samples.digits data/digits')
-    log = run('-m flatten_zoo train --config quickstart --model flatten_pvt_v2_b0 --model-kwargs img_size=32 '
-              'depths=1,1,1,1 --epochs 1 --warmup-epochs 0 --device cpu -j 0')
+    log = run(
+        '-m flatten_zoo train --config quickstart --model flatten_pvt_v2_b0 --model-kwargs img_size=32 '
+        'depths=1,1,1,1 --epochs 1 --warmup-epochs 0 --device cpu -j 0'
+    )
     (following,) = [line for line in log.splitlines() if line.startswith('next: ')]
     assert following == 'next: flatten-zoo validate --checkpoint output/train/quickstart'
     assert '"top1"' in run(following.replace('next: flatten-zoo', '-m flatten_zoo') + ' --device cpu -j 0')

@@ -1,4 +1,5 @@
 """Small data for training tests: images that any network learns in an epoch or two."""
+
 import io
 import json
 import tarfile
@@ -50,8 +51,7 @@ def write_shards(root: Path, images: Path, shards: int = 4) -> Path:
                         member.size = len(content)
                         tar.addfile(member, io.BytesIO(content))
         lengths = [len(files[number::shards]) for number in range(shards)]
-        splits[split] = {
-            'name': split, 'filenames': names, 'shard_lengths': lengths, 'num_samples': sum(lengths)}
+        splits[split] = {'name': split, 'filenames': names, 'shard_lengths': lengths, 'num_samples': sum(lengths)}
     (root / '_info.json').write_text(json.dumps({'splits': splits}))
     return root
 
@@ -67,9 +67,11 @@ def write_parquet(root: Path, images: Path, shards: int = 4) -> Path:
             part = files[number::shards]
             columns = {
                 'image': [{'bytes': path.read_bytes(), 'path': path.name} for path, _ in part],
-                'label': [label for _, label in part]}
+                'label': [label for _, label in part],
+            }
             datasets.Dataset.from_dict(columns, features=features).to_parquet(
-                root / 'data' / f'{split}-{number:05d}-of-{shards:05d}.parquet')
+                root / 'data' / f'{split}-{number:05d}-of-{shards:05d}.parquet'
+            )
     return root
 
 

@@ -1,4 +1,5 @@
 """Timing several things in turn, so that a machine that is busy for a while is busy for all of them."""
+
 import time
 from collections.abc import Callable, Iterator
 

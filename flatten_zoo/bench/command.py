@@ -1,4 +1,5 @@
 """The way from the options of `flatten-zoo bench` to what it prints and writes."""
+
 import argparse
 import sys
 

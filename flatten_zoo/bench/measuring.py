@@ -1,4 +1,5 @@
 """The benchmark: models side by side in every mode, batch size and image size."""
+
 import itertools
 import statistics
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ class Timing:
         peak_memory: Bytes at the worst moment; None where nothing says it.
         ratio: How many times as fast as the first model, by medians; None where that one failed.
     """
+
     model: str
     mode: str
     batch_size: int
@@ -61,8 +63,10 @@ def family_models(name: str) -> list[str]:
     """
     families = {model: family(model) for model in zoo_models()}
     if name not in families.values():
-        raise UsageError(f"{unknown_name('family', name, set(families.values()))}; "
-                         f"--family is one of {', '.join(sorted(set(families.values())))}")
+        raise UsageError(
+            f'{unknown_name("family", name, set(families.values()))}; '
+            f'--family is one of {", ".join(sorted(set(families.values())))}'
+        )
     return [model for model, its in families.items() if its == name]
 
 
@@ -75,19 +79,20 @@ class Report:
         failures: What did not, in one line each.
         interrupted: Whether Ctrl-C ended it; the timings are then those that there was time for.
     """
+
     timings: list[Timing] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     interrupted: bool = False
 
 
 def bench(
-        names: Sequence[str],
-        modes: Sequence[str],
-        batch_sizes: Sequence[int],
-        sizes: Sequence[int] | None,
-        seconds: float,
-        device: torch.device,
-        train: bool = False,
+    names: Sequence[str],
+    modes: Sequence[str],
+    batch_sizes: Sequence[int],
+    sizes: Sequence[int] | None,
+    seconds: float,
+    device: torch.device,
+    train: bool = False,
 ) -> Report:
     """Time models; those of one mode, batch size and image size take turns.
 
@@ -104,8 +109,10 @@ def bench(
     own = {name: default_size(name) for name in names} if sizes is None else {}
     settings = list(itertools.product(*map(dict.fromkeys, (modes, batch_sizes, sizes or [None]))))
     limit = max(dynamo_config.recompile_limit, 2 * len(names))  # models of one class share it
-    with tqdm(total=len(settings) * len(names), unit='figure', leave=False, disable=None) as bar, \
-            dynamo_config.patch(recompile_limit=limit):
+    with (
+        tqdm(total=len(settings) * len(names), unit='figure', leave=False, disable=None) as bar,
+        dynamo_config.patch(recompile_limit=limit),
+    ):
         try:
             for mode, batch_size, size in settings:
                 sides = {name: size or own[name] for name in names}
@@ -116,14 +123,14 @@ def bench(
 
 
 def _measure(
-        report: Report,
-        bar: tqdm,
-        sides: dict[str, int],
-        mode: str,
-        batch_size: int,
-        seconds: float,
-        device: torch.device,
-        train: bool,
+    report: Report,
+    bar: tqdm,
+    sides: dict[str, int],
+    mode: str,
+    batch_size: int,
+    seconds: float,
+    device: torch.device,
+    train: bool,
 ) -> None:
     """Time models side by side, by their names and image sizes; what was timed is reported after Ctrl-C too."""
     prepared, times = {}, {}
@@ -153,6 +160,14 @@ def _measure(
         medians = {name: statistics.median(seen) for name, seen in times.items() if seen}
         first = medians.get(next(iter(sides)))
         report.timings += [
-            Timing(name, mode, batch_size, sides[name], tuple(times[name]), prepared[name].peak_memory,
-                   first and first / median)
-            for name, median in medians.items()]
+            Timing(
+                name,
+                mode,
+                batch_size,
+                sides[name],
+                tuple(times[name]),
+                prepared[name].peak_memory,
+                first and first / median,
+            )
+            for name, median in medians.items()
+        ]

@@ -1,4 +1,5 @@
 """Models made to run in the modes of the benchmark."""
+
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ class Prepared:
         run: Runs it once on its batch, and waits for the device.
         peak_memory: Bytes at the worst moment; None where nothing says it.
     """
+
     run: Callable[[], object]
     peak_memory: int | None
 
@@ -72,6 +74,7 @@ def _inference(network: nn.Module, x: torch.Tensor) -> Callable[[], None]:
     def run() -> None:
         with torch.inference_mode():
             network(x)
+
     return run
 
 
@@ -83,6 +86,7 @@ def _training_step(model: nn.Module, network: nn.Module, x: torch.Tensor) -> Cal
         optimizer.zero_grad()
         nn.functional.cross_entropy(network(x), target).backward()
         optimizer.step()
+
     return run
 
 
@@ -93,6 +97,7 @@ def _synchronised(run: Callable[[], None], device: torch.device) -> Callable[[],
     def run_and_wait() -> None:
         run()
         torch.accelerator.synchronize(device)
+
     return run_and_wait
 
 

@@ -1,4 +1,5 @@
 """The picture of speed against accuracy."""
+
 import itertools
 import math
 from collections.abc import Sequence
@@ -45,12 +46,12 @@ def check_accuracies(path: Path, names: Sequence[str], sizes: Sequence[int] | No
         UsageError: There is no accuracy at all, or the picture can't be written there.
     """
     check_picture_path(path)
-    without = [name for name in names
-               if not any(reported_top1(name, size) for size in sizes or [default_size(name)])]
+    without = [name for name in names if not any(reported_top1(name, size) for size in sizes or [default_size(name)])]
     if len(without) == len(names):
         raise UsageError(
             '--plot: no accuracy is reported for any of these models at these sizes; name one that has released '
-            f'weights, such as {next(iter(RELEASES))}, and leave out --img-size')
+            f'weights, such as {next(iter(RELEASES))}, and leave out --img-size'
+        )
     return without
 
 
@@ -81,8 +82,12 @@ def plot(timings: Sequence[Timing], path: Path, train: bool) -> bool:
         for name in families:
             mine = [(1e3 * t.quartiles[1], top1) for t, top1 in panel if family(t.model) == name]
             axes.plot(*zip(*sorted(mine), strict=True) if mine else ((), ()), marker='o', label=name)
-        axes.set(title=f'{mode}, batch {batch_size}', ylabel='reported ImageNet top-1 (%)', xscale='log',
-                 xlabel=f'{"training step" if train else "latency"} (ms per batch)')
+        axes.set(
+            title=f'{mode}, batch {batch_size}',
+            ylabel='reported ImageNet top-1 (%)',
+            xscale='log',
+            xlabel=f'{"training step" if train else "latency"} (ms per batch)',
+        )
         axes.margins(0.2)
         axes.grid(alpha=0.3)
         axes.legend(fontsize='small', loc='lower right')
@@ -98,13 +103,24 @@ def _label(axes: Axes, points: Sequence[tuple[str, tuple[float, float]]]) -> Non
     """Writes names at points, each as near as it can without covering lines, other names or the legend."""
     pixels = axes.figure.dpi / 72
     radius = 4 * pixels
-    taken = [Bbox.from_bounds(x - radius, y - radius, 2 * radius, 2 * radius) for line in axes.lines
-             for x, y in line.get_transform().transform_path(line.get_path()).interpolated(50).vertices]
+    taken = [
+        Bbox.from_bounds(x - radius, y - radius, 2 * radius, 2 * radius)
+        for line in axes.lines
+        for x, y in line.get_transform().transform_path(line.get_path()).interpolated(50).vertices
+    ]
     taken.append(axes.get_legend().get_window_extent())
     for name, point in points:
         label = axes.annotate(
-            name, point, (0, 0), textcoords='offset points', ha='center', va='center', fontsize='small',
-            arrowprops={'arrowstyle': '-', 'alpha': 0.4}, zorder=1)
+            name,
+            point,
+            (0, 0),
+            textcoords='offset points',
+            ha='center',
+            va='center',
+            fontsize='small',
+            arrowprops={'arrowstyle': '-', 'alpha': 0.4},
+            zorder=1,
+        )
         at = label.get_window_extent()
         half = at.width / 2 / pixels, at.height / 2 / pixels
         for distance, angle in itertools.product(range(6, 200, 6), range(0, 360, 30)):

@@ -1,4 +1,5 @@
 """What the benchmark found, as a table, CSV and JSON, with what the machine is."""
+
 import json
 import os
 import platform
@@ -40,18 +41,29 @@ def machine(device: torch.device, modes: Sequence[str], train: bool) -> dict[str
 
 def _processor() -> str:
     cpuinfo = Path('/proc/cpuinfo')
-    names = [line.partition(':')[2].strip() for line in cpuinfo.read_text().splitlines()
-             if line.startswith('model name')] if cpuinfo.is_file() else []
+    names = (
+        [line.partition(':')[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith('model name')]
+        if cpuinfo.is_file()
+        else []
+    )
     return names[0] if names else platform.processor() or platform.machine()
 
 
 def timings_table(timings: Sequence[Timing]) -> Table:
     """Timings for people: medians, and the quartiles in brackets."""
     return ['model', 'mode', 'batch', 'size', 'images/s', 'ms per batch', 'peak memory (MB)', 'speed'], [
-        [t.model, t.mode, str(t.batch_size), str(t.img_size),
-         _spread(t.batch_size / s for s in reversed(t.quartiles)), _spread(1e3 * s for s in t.quartiles),
-         '' if t.peak_memory is None else f'{t.peak_memory / 1e6:.0f}', '' if t.ratio is None else f'{t.ratio:.2f}×']
-        for t in timings]
+        [
+            t.model,
+            t.mode,
+            str(t.batch_size),
+            str(t.img_size),
+            _spread(t.batch_size / s for s in reversed(t.quartiles)),
+            _spread(1e3 * s for s in t.quartiles),
+            '' if t.peak_memory is None else f'{t.peak_memory / 1e6:.0f}',
+            '' if t.ratio is None else f'{t.ratio:.2f}×',
+        ]
+        for t in timings
+    ]
 
 
 def _spread(quartiles: Iterable[float]) -> str:
@@ -81,7 +93,7 @@ def save_results(path: Path, about: dict[str, str | int], report: Report) -> Non
     else:
         comments = [f'# {key}: {value}' for key, value in about.items()]
         comments += [f'# failed: {line}' for line in report.failures]
-        header = list(_values(Timing('', '', 1, 1, (1.,), None, 1.)))
+        header = list(_values(Timing('', '', 1, 1, (1.0,), None, 1.0)))
         cells = [['' if value is None else str(value) for value in row.values()] for row in rows]
         text = '\n'.join([*comments, as_csv(header, cells)])
     with written_whole(path) as unfinished:
@@ -92,9 +104,17 @@ def _values(timing: Timing) -> dict[str, str | int | float | None]:
     low, median, high = timing.quartiles
     images = timing.batch_size
     return {
-        'model': timing.model, 'mode': timing.mode, 'batch_size': images, 'img_size': timing.img_size,
+        'model': timing.model,
+        'mode': timing.mode,
+        'batch_size': images,
+        'img_size': timing.img_size,
         'images_per_second': images / median,
-        'images_per_second_q1': images / high, 'images_per_second_q3': images / low,
-        'milliseconds': 1e3 * median, 'milliseconds_q1': 1e3 * low, 'milliseconds_q3': 1e3 * high,
-        'runs': len(timing.seconds), 'peak_memory': timing.peak_memory, 'speed_ratio': timing.ratio,
+        'images_per_second_q1': images / high,
+        'images_per_second_q3': images / low,
+        'milliseconds': 1e3 * median,
+        'milliseconds_q1': 1e3 * low,
+        'milliseconds_q3': 1e3 * high,
+        'runs': len(timing.seconds),
+        'peak_memory': timing.peak_memory,
+        'speed_ratio': timing.ratio,
     }

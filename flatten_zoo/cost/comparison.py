@@ -1,4 +1,5 @@
 """Cost of operators and models by name, side by side, as numbers and as a picture."""
+
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -17,8 +18,17 @@ from .counting import Measurement, available_memory, count, peak_memory, trainin
 from .operators import Cost, closed_form
 
 __all__ = [
-    'MEMORY_NOTE', 'OPERATORS', 'Comparison', 'build_at', 'compare', 'compare_all', 'compare_stages',
-    'comparison_table', 'count_affordable', 'default_size', 'plot',
+    'MEMORY_NOTE',
+    'OPERATORS',
+    'Comparison',
+    'build_at',
+    'compare',
+    'compare_all',
+    'compare_stages',
+    'comparison_table',
+    'count_affordable',
+    'default_size',
+    'plot',
 ]
 
 OPERATOR_DIM = 256  # channels at which operators are compared: those of a feature pyramid
@@ -27,7 +37,8 @@ OPERATOR_SIZE = 32  # default side of their map
 MEMORY_NOTE = (
     "closed-form memory: all tensors of the equations, nl's n × n matrix among them, held at once as in training; "
     "peak memory: measured in inference, in which nl's fused kernel never holds that matrix, so that the worst moment "
-    'of ea and nl is one that they share, the sum with the input')
+    'of ea and nl is one that they share, the sum with the input'
+)
 
 _COLUMNS = {  # of a table: heading and unit for people
     'parameters': ('params (M)', 1e6),
@@ -49,6 +60,7 @@ class Comparison:
         measured: Counted and measured cost.
         closed_form: Cost by the equations, for an operator.
     """
+
     name: str
     size: int
     measured: Measurement
@@ -64,10 +76,7 @@ def default_size(name: str) -> int:
 
 
 def compare_all(
-        names: list[str],
-        sizes: list[int] | None = None,
-        picture: Path | None = None,
-        stages: bool = False,
+    names: list[str], sizes: list[int] | None = None, picture: Path | None = None, stages: bool = False
 ) -> list[Comparison]:
     """Compares several operators and models, each at several sizes, on the GPU if there is one.
 
@@ -98,11 +107,14 @@ def comparison_table(comparisons: list[Comparison], exact: bool) -> Table:
         comparisons: The rows.
         exact: Plain numbers and bytes, for programs, in place of rounded ones with units, for people.
     """
-    values = [{
-        **asdict(c.measured),
-        'closed_form_macs': c.closed_form and c.closed_form.macs,
-        'closed_form_memory': c.closed_form and c.closed_form.memory,
-    } for c in comparisons]
+    values = [
+        {
+            **asdict(c.measured),
+            'closed_form_macs': c.closed_form and c.closed_form.macs,
+            'closed_form_memory': c.closed_form and c.closed_form.memory,
+        }
+        for c in comparisons
+    ]
     columns = [column for column in _COLUMNS if any(row[column] is not None for row in values)]
 
     def cell(value: int | None, column: str) -> str:
@@ -116,7 +128,8 @@ def comparison_table(comparisons: list[Comparison], exact: bool) -> Table:
     header = ['name', 'size', *(column if exact else _COLUMNS[column][0] for column in columns)]
     return header, [
         [c.name, str(c.size), *(cell(row[column], column) for column in columns)]
-        for c, row in zip(comparisons, values, strict=True)]
+        for c, row in zip(comparisons, values, strict=True)
+    ]
 
 
 def compare(name: str, size: int, device: torch.device) -> Comparison:
@@ -169,8 +182,10 @@ def _stage_inputs(module: nn.Module, shape: tuple[int, ...]) -> dict[str, torch.
     inputs: dict[str, torch.Size] = {}
     hooks = [
         module.get_submodule(info['module']).register_forward_pre_hook(
-            lambda _, args, stage=info['module']: inputs.update({stage: args[0].shape}))
-        for info in module.feature_info]
+            lambda _, args, stage=info['module']: inputs.update({stage: args[0].shape})
+        )
+        for info in module.feature_info
+    ]
     module(torch.empty(shape, device='meta'))
     for hook in hooks:
         hook.remove()
@@ -180,12 +195,12 @@ def _stage_inputs(module: nn.Module, shape: tuple[int, ...]) -> dict[str, torch.
 
 
 def count_affordable(
-        name: str,
-        size: int,
-        device: torch.device,
-        batch_size: int = 1,
-        train: bool = False,
-        dtype: torch.dtype = torch.float32,
+    name: str,
+    size: int,
+    device: torch.device,
+    batch_size: int = 1,
+    train: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[nn.Module, tuple[int, ...], Measurement]:
     """An operator or model on the meta device, the shape of its input and its cost, if there is memory for it.
 
@@ -217,7 +232,8 @@ def count_affordable(
         raise UsageError(
             f"'{name}' at size {size} needs {counted.peak_memory / 1e9:.1f} GB of memory by its equations, and "
             f'{available / 1e9:.1f} GB are free ({device.type}): choose smaller sizes with --img-size'
-            + (' or --batch-size' if batch_size > 1 else ''))
+            + (' or --batch-size' if batch_size > 1 else '')
+        )
     return module, shape, counted
 
 
@@ -249,12 +265,16 @@ def plot(comparisons: list[Comparison], path: Path) -> None:
         rows = sorted((c for c in comparisons if c.name == name), key=lambda c: c.size)
         sizes = [c.size for c in rows]
         style = {'marker': 'o', 'markersize': max(3, 9 - 2 * i)}  # what lies under another line can be seen
-        line, = compute.plot(sizes, [c.measured.macs / 1e9 for c in rows], label=name, **style)
+        (line,) = compute.plot(sizes, [c.measured.macs / 1e9 for c in rows], label=name, **style)
         memory.plot(sizes, [c.measured.peak_memory / 1e6 for c in rows], label=f'{name}, inference peak', **style)
         if name in OPERATORS:
             memory.plot(
-                sizes, [c.closed_form.memory / 1e6 for c in rows], linestyle='--', color=line.get_color(),
-                label=f'{name}, closed form (all held at once)')
+                sizes,
+                [c.closed_form.memory / 1e6 for c in rows],
+                linestyle='--',
+                color=line.get_color(),
+                label=f'{name}, closed form (all held at once)',
+            )
     compute.set(title='Computation per image', ylabel='multiply-accumulates (G)')
     memory.set(title='Memory per image', ylabel='memory (MB)')
     for axes in (compute, memory):

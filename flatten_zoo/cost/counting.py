@@ -3,6 +3,7 @@
 Multiply-accumulates leave out biases, softmax and element-wise work, as the papers' counts do and torch's flop counter
 does; one is two of torch's flops.
 """
+
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,9 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._torch import TorchDispatchMode, tree_leaves
 
-__all__ = [
-    'Measurement', 'available_memory', 'count', 'peak_memory', 'training_memory', 'training_peak_memory',
-]
+__all__ = ['Measurement', 'available_memory', 'count', 'peak_memory', 'training_memory', 'training_peak_memory']
 
 
 class _Tracker(TorchDispatchMode):
@@ -59,6 +58,7 @@ class Measurement:
         activations: Elements that convolutions and matrix products put out.
         peak_memory: Bytes of weights, input and everything alive at the worst moment of a forward pass.
     """
+
     parameters: int
     macs: int
     activations: int
@@ -129,6 +129,7 @@ def training_memory(module: nn.Module, x: torch.Tensor) -> tuple[int, int]:
         return held
 
     if x.is_cuda:
+
         def allocated() -> int:
             return torch.cuda.memory_allocated(x.device)
 

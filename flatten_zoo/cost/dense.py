@@ -1,4 +1,5 @@
 """Parameters and computation of the detection networks, and what attention adds to them."""
+
 import copy
 import math
 

@@ -2,6 +2,7 @@
 
 Multiply-accumulates leave out biases, softmax and element-wise work, as the papers' counts do.
 """
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ class Cost:
         macs: Multiply-accumulates.
         memory: Bytes of the input, the output and everything between, all held at once as in training.
     """
+
     parameters: int
     macs: int
     memory: int

@@ -1,4 +1,5 @@
 """Detection and segmentation with the zoo's backbones, and data to try them on."""
+
 from ..cost.dense import rcnn_cost
 from ..samples.shapes import write_shapes
 from .coco import CocoInstances, CocoSemantic, coco_split, semantic_labels
@@ -10,7 +11,22 @@ from .segmentation import SegmentationScores, segmentation_losses
 from .smp import pyramid_encoder
 
 __all__ = [
-    'LEVELS', 'CocoInstances', 'CocoScores', 'CocoSemantic', 'ISANet', 'PyramidBackbone', 'SegmentationScores',
-    'coco_split', 'faster_rcnn', 'freeze_norms', 'freeze_stages', 'isa_net', 'mask_rcnn', 'pyramid_encoder',
-    'rcnn_cost', 'segmentation_losses', 'semantic_labels', 'write_shapes',
+    'LEVELS',
+    'CocoInstances',
+    'CocoScores',
+    'CocoSemantic',
+    'ISANet',
+    'PyramidBackbone',
+    'SegmentationScores',
+    'coco_split',
+    'faster_rcnn',
+    'freeze_norms',
+    'freeze_stages',
+    'isa_net',
+    'mask_rcnn',
+    'pyramid_encoder',
+    'rcnn_cost',
+    'segmentation_losses',
+    'semantic_labels',
+    'write_shapes',
 ]

@@ -1,4 +1,5 @@
 """Data in COCO's format, as targets for detection and for semantic segmentation."""
+
 import contextlib
 import io
 import json
@@ -63,12 +64,12 @@ class CocoInstances(Dataset):
     """
 
     def __init__(
-            self,
-            folder: str | Path,
-            transforms: Callable | None = None,
-            images: str = 'images',
-            annotations: str = 'instances.json',
-            masks: bool = True,
+        self,
+        folder: str | Path,
+        transforms: Callable | None = None,
+        images: str = 'images',
+        annotations: str = 'instances.json',
+        masks: bool = True,
     ):
         self.transforms = transforms
         self.masks = masks
@@ -99,7 +100,8 @@ class CocoInstances(Dataset):
         size = (info['height'], info['width'])
         if (image.height, image.width) != size:
             raise UsageError(
-                f'{str(path)!r} is {image.height} × {image.width}, its annotations are for {size[0]} × {size[1]}')
+                f'{str(path)!r} is {image.height} × {image.width}, its annotations are for {size[0]} × {size[1]}'
+            )
         annotations = self._annotations(index)
         boxes = torch.tensor([a['bbox'] for a in annotations], dtype=torch.float64).reshape(-1, 4)
         boxes = clip_boxes_to_image(box_convert(boxes, 'xywh', 'xyxy'), size)
@@ -111,8 +113,7 @@ class CocoInstances(Dataset):
         }
         if self.masks:
             masks = [torch.from_numpy(self.coco.annToMask(a)) for a in annotations]
-            target['masks'] = tv_tensors.Mask(
-                torch.stack(masks) if masks else torch.zeros(0, *size, dtype=torch.uint8))
+            target['masks'] = tv_tensors.Mask(torch.stack(masks) if masks else torch.zeros(0, *size, dtype=torch.uint8))
         return F.to_dtype(F.to_image(image), torch.float32, scale=True), target
 
     def __getitem__(self, index: int) -> tuple[tv_tensors.Image, dict[str, Any]]:
@@ -133,11 +134,11 @@ class CocoSemantic(CocoInstances):
     """
 
     def __init__(
-            self,
-            folder: str | Path,
-            transforms: Callable | None = None,
-            images: str = 'images',
-            annotations: str = 'instances.json',
+        self,
+        folder: str | Path,
+        transforms: Callable | None = None,
+        images: str = 'images',
+        annotations: str = 'instances.json',
     ):
         super().__init__(folder, transforms, images, annotations)
 
@@ -215,6 +216,7 @@ def _check(content: dict[str, Any], folder: Path, path: Path, masks: bool) -> se
     Raises:
         UsageError: Names the first entry that is not as COCO's format has it.
     """
+
     def wrong(what: str) -> UsageError:
         return UsageError(f"'{path}': {what}")
 
@@ -233,12 +235,12 @@ def _check(content: dict[str, Any], folder: Path, path: Path, masks: bool) -> se
                 raise wrong(f"{number} entries of '{name}' have id {entry_id}")
     for category in content['categories']:
         if not isinstance(category['name'], str):
-            raise wrong(f"category {category['id']} has name {_short(category['name'])}, which is no text")
+            raise wrong(f'category {category["id"]} has name {_short(category["name"])}, which is no text')
     for image in content['images']:
         if not isinstance(image['file_name'], str):
-            raise wrong(f"image {image['id']} has file_name {_short(image['file_name'])}, which is no text")
+            raise wrong(f'image {image["id"]} has file_name {_short(image["file_name"])}, which is no text')
         if not all(type(image[side]) is int and image[side] > 0 for side in ('height', 'width')):
-            raise wrong(f"image {image['id']} is of {_short(image['height'])} × {_short(image['width'])} pixels")
+            raise wrong(f'image {image["id"]} is of {_short(image["height"])} × {_short(image["width"])} pixels')
         if not (folder / image['file_name']).is_file():
             raise UsageError(f"there is no image {str(folder / image['file_name'])!r} (of '{path}')")
 
@@ -247,7 +249,7 @@ def _check(content: dict[str, Any], folder: Path, path: Path, masks: bool) -> se
     without_extent = {}
     for annotation in content['annotations']:
         if problem := _problem(annotation, images, category_ids, masks):
-            raise wrong(f"annotation {annotation['id']} {problem}")
+            raise wrong(f'annotation {annotation["id"]} {problem}')
         annotation.setdefault('iscrowd', 0)
         annotation.setdefault('area', math.prod(annotation['bbox'][2:]))
         image = images[annotation['image_id']]
@@ -257,15 +259,14 @@ def _check(content: dict[str, Any], folder: Path, path: Path, masks: bool) -> se
         names = [f'{i} of image {ascii(file_name)}' for i, file_name in without_extent.items()]
         _logger.warning(
             "'%s': objects without width, height or area inside their image are left out of detection: annotation %s",
-            path, ', '.join(names[:5]) + (f' and {len(names) - 5} more' if len(names) > 5 else ''))
+            path,
+            ', '.join(names[:5]) + (f' and {len(names) - 5} more' if len(names) > 5 else ''),
+        )
     return set(without_extent)
 
 
 def _problem(
-        annotation: dict[str, Any],
-        images: dict[int, dict[str, Any]],
-        category_ids: set[int],
-        masks: bool,
+    annotation: dict[str, Any], images: dict[int, dict[str, Any]], category_ids: set[int], masks: bool
 ) -> str | None:
     """What is wrong with an annotation."""
     image_id, category_id, box = annotation['image_id'], annotation['category_id'], annotation['bbox']
@@ -274,9 +275,9 @@ def _problem(
     if type(category_id) is not int or category_id not in category_ids:
         return f'is of category {_short(category_id)}, which is not among the categories'
     if annotation.get('iscrowd', 0) not in (0, 1):
-        return f"has iscrowd {_short(annotation['iscrowd'])}, neither 0 nor 1"
+        return f'has iscrowd {_short(annotation["iscrowd"])}, neither 0 nor 1'
     if not _are_finite([annotation.get('area', 0)]) or annotation.get('area', 0) < 0:
-        return f"has area {_short(annotation['area'])}, no number of pixels"
+        return f'has area {_short(annotation["area"])}, no number of pixels'
     if not isinstance(box, list) or len(box) != 4 or not _are_finite(box):
         return f'has bbox {_short(box)}, not left, top, width and height'
     left, top, box_width, box_height = box
@@ -290,8 +291,11 @@ def _problem(
     segmentation = annotation.get('segmentation')
     if isinstance(segmentation, dict):
         return _run_length_problem(segmentation, height, width)
-    if not isinstance(segmentation, list) or not segmentation or not all(
-            isinstance(polygon, list) and len(polygon) >= 6 and not len(polygon) % 2 for polygon in segmentation):
+    if (
+        not isinstance(segmentation, list)
+        or not segmentation
+        or not all(isinstance(polygon, list) and len(polygon) >= 6 and not len(polygon) % 2 for polygon in segmentation)
+    ):
         return 'has no segmentation, neither polygons of three points or more nor run lengths (masks=False reads boxes)'
     for polygon in segmentation:
         if not _are_finite(polygon):
@@ -308,7 +312,7 @@ def _run_length_problem(segmentation: dict[str, Any], height: int, width: int) -
         return f'has run lengths of size {_short(size)}, its image has [{height}, {width}]'
     runs = _runs(segmentation.get('counts'))
     if runs is None:
-        return f"has counts that are no run lengths: {_short(segmentation.get('counts'))}"
+        return f'has counts that are no run lengths: {_short(segmentation.get("counts"))}'
     if (pixels := sum(runs)) != height * width:  # pycocotools reads and writes beyond its memory then
         return f'has run lengths of {pixels} pixels, its image of {height} × {width} has {height * width}'
     return None

@@ -1,4 +1,5 @@
 """Average precision of boxes and masks, as pycocotools computes it."""
+
 import contextlib
 import io
 from collections.abc import Sequence
@@ -40,14 +41,17 @@ class CocoScores:
             masks = _encode(found['masks']) if 'masks' in found and self._dataset.masks else None
             boxes = found['boxes'].cpu()
             boxes = torch.cat([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], dim=1)
-            for kind, key, shapes in (
-                    ('box', 'bbox', boxes.tolist()),
-                    ('mask', 'segmentation', masks)):
+            for kind, key, shapes in (('box', 'bbox', boxes.tolist()), ('mask', 'segmentation', masks)):
                 if shapes is not None:
                     self._results.setdefault(kind, []).extend(
-                        {'image_id': image_id, 'category_id': self._dataset.category_ids[label], 'score': score,
-                         key: shape}
-                        for label, score, shape in zip(labels, scores, shapes, strict=True))
+                        {
+                            'image_id': image_id,
+                            'category_id': self._dataset.category_ids[label],
+                            'score': score,
+                            key: shape,
+                        }
+                        for label, score, shape in zip(labels, scores, shapes, strict=True)
+                    )
 
     def compute(self) -> dict[str, float]:
         """The scores of the images added, from 0 to 1 (-1 where these have no objects).

@@ -4,6 +4,7 @@ Paper:
     * `Interlaced Sparse Self-Attention for Semantic Segmentation`
         - https://arxiv.org/abs/1907.12273
 """
+
 from collections import OrderedDict
 from typing import Any
 
@@ -29,8 +30,9 @@ class InterlacedContext(nn.Module):
     def __init__(self, dim: int, key_dim: int, group_size: int | tuple[int, int], drop_rate: float):
         super().__init__()
         # one block here; the official module may hold several, of different group sizes
-        self.stages = nn.ModuleList([
-            InterlacedSparseAttention(dim, key_dim, dim, group_size=group_size, residual=False)])
+        self.stages = nn.ModuleList(
+            [InterlacedSparseAttention(dim, key_dim, dim, group_size=group_size, residual=False)]
+        )
         self.conv_bn = nn.Sequential(*_conv_norm_act(2 * dim, dim, 1), nn.Dropout2d(drop_rate))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -49,13 +51,13 @@ class ISANet(nn.Module):
     """
 
     def __init__(
-            self,
-            backbone: nn.Module,
-            channels: tuple[int, int],
-            num_classes: int,
-            aux_loss: bool = True,
-            group_size: int | tuple[int, int] = 8,
-            drop_rate: float = 0.05,
+        self,
+        backbone: nn.Module,
+        channels: tuple[int, int],
+        num_classes: int,
+        aux_loss: bool = True,
+        group_size: int | tuple[int, int] = 8,
+        drop_rate: float = 0.05,
     ):
         """
         Args:
@@ -74,13 +76,14 @@ class ISANet(nn.Module):
             raise ValueError(f'num_classes must be positive, got {num_classes}')
         self.backbone = backbone
         self.isa_head = nn.Sequential(
-            *_conv_norm_act(channels[1], 512, 3), InterlacedContext(512, 256, group_size, drop_rate))
+            *_conv_norm_act(channels[1], 512, 3), InterlacedContext(512, 256, group_size, drop_rate)
+        )
         self.cls_head = nn.Conv2d(512, num_classes, 1)
-        self.dsn_head = nn.Sequential(
-            *_conv_norm_act(channels[0], 512, 3),
-            nn.Dropout2d(drop_rate),
-            nn.Conv2d(512, num_classes, 1),
-        ) if aux_loss else None
+        self.dsn_head = (
+            nn.Sequential(*_conv_norm_act(channels[0], 512, 3), nn.Dropout2d(drop_rate), nn.Conv2d(512, num_classes, 1))
+            if aux_loss
+            else None
+        )
         make_norms_foldable(self.isa_head)
         if aux_loss:
             make_norms_foldable(self.dsn_head)
@@ -89,7 +92,8 @@ class ISANet(nn.Module):
         if self.training and x.shape[0] == 1 and x.shape[2] <= 8 and x.shape[3] <= 8:
             raise ValueError(
                 f'one image of {x.shape[2]} × {x.shape[3]} leaves its batch norms a single position to train on; give '
-                f'it more or larger ones')
+                f'it more or larger ones'
+            )
         features = self.backbone(x)
         result = OrderedDict()
         result['out'] = _upsample(self.cls_head(self.isa_head(features[1])), x)
@@ -112,13 +116,13 @@ def _conv_norm_act(dim: int, out_dim: int, kernel_size: int) -> list[nn.Module]:
 
 
 def isa_net(
-        backbone: str = 'resnet101',
-        num_classes: int = 21,
-        pretrained_backbone: bool = False,
-        aux_loss: bool = True,
-        group_size: int | tuple[int, int] = 8,
-        drop_rate: float = 0.05,
-        backbone_kwargs: dict[str, Any] | None = None,
+    backbone: str = 'resnet101',
+    num_classes: int = 21,
+    pretrained_backbone: bool = False,
+    aux_loss: bool = True,
+    group_size: int | tuple[int, int] = 8,
+    drop_rate: float = 0.05,
+    backbone_kwargs: dict[str, Any] | None = None,
 ) -> ISANet:
     """Build an ISANet on a timm backbone whose last stages are dilated to output stride 8.
 
@@ -142,8 +146,13 @@ def isa_net(
     check_model_name(backbone)
     try:
         features = timm.create_model(
-            backbone, pretrained=pretrained_backbone, features_only=True, output_stride=8, out_indices=(-2, -1),
-            **(backbone_kwargs or {}))
+            backbone,
+            pretrained=pretrained_backbone,
+            features_only=True,
+            output_stride=8,
+            out_indices=(-2, -1),
+            **(backbone_kwargs or {}),
+        )
     except (AssertionError, TypeError, NotImplementedError) as e:  # the ways that timm's networks refuse a stride
         if isinstance(e, TypeError) and 'output_stride' not in str(e):
             raise
@@ -155,5 +164,7 @@ def isa_net(
 
 
 def _cannot_dilate(backbone: str, reason: str) -> str:
-    return (f"cannot build backbone '{backbone}' with output_stride=8{reason and ': '}{reason}; "
-            f"choose a network that can be dilated, such as 'resnet101' or 'ea_resnet50'")
+    return (
+        f"cannot build backbone '{backbone}' with output_stride=8{reason and ': '}{reason}; "
+        f"choose a network that can be dilated, such as 'resnet101' or 'ea_resnet50'"
+    )

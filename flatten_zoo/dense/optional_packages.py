@@ -1,4 +1,5 @@
 """The libraries of the `dense` extra, imported where they are used."""
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 

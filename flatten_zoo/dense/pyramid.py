@@ -1,4 +1,5 @@
 """Backbones as feature pyramids for detection: stages, top-down pathway, attention on its levels, freezing."""
+
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,12 @@ from ..models.attention_resnet import OPERATORS
 from ..weights.open import create_model
 
 __all__ = [
-    'LEVELS', 'PyramidBackbone', 'SimpleFeaturePyramid', 'build_body', 'freeze_norms', 'freeze_stages',
+    'LEVELS',
+    'PyramidBackbone',
+    'SimpleFeaturePyramid',
+    'build_body',
+    'freeze_norms',
+    'freeze_stages',
     'pyramid_stages',
 ]
 
@@ -27,6 +33,7 @@ _BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)  # timm's own are subclasses
 
 class Stage(NamedTuple):
     """A stage of a timm backbone built with `features_only=True`: which of its outputs, and what that is."""
+
     index: int
     stride: int
     channels: int
@@ -61,8 +68,11 @@ class SimpleFeaturePyramid(nn.ModuleDict):
                 layers.append(nn.MaxPool2d(level_stride // stride))
             self[str(level)] = nn.Sequential(
                 *layers,
-                nn.Conv2d(width, out_channels, 1, bias=False), LayerNorm2d(out_channels),
-                nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False), LayerNorm2d(out_channels))
+                nn.Conv2d(width, out_channels, 1, bias=False),
+                LayerNorm2d(out_channels),
+                nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False),
+                LayerNorm2d(out_channels),
+            )
 
     def forward(self, maps: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         levels = {name: level(maps['0']) for name, level in self.items()}
@@ -99,12 +109,12 @@ class PyramidBackbone(nn.Module):
     """
 
     def __init__(
-            self,
-            body: nn.Module,
-            attention: str | None = None,
-            attention_levels: str | Sequence[str] = tuple(LEVELS),
-            attention_kwargs: dict[str, Any] | None = None,
-            out_channels: int = 256,
+        self,
+        body: nn.Module,
+        attention: str | None = None,
+        attention_levels: str | Sequence[str] = tuple(LEVELS),
+        attention_kwargs: dict[str, Any] | None = None,
+        out_channels: int = 256,
     ):
         super().__init__()
         stages = pyramid_stages(body)
@@ -118,8 +128,10 @@ class PyramidBackbone(nn.Module):
         self.map_names = {level: names[stride] for level, stride in LEVELS.items() if stride in names}
         self.out_channels = out_channels
         self.fpn = (
-            SimpleFeaturePyramid(stages[0].channels, stages[0].stride, out_channels) if plain else
-            FeaturePyramidNetwork([stage.channels for stage in stages], out_channels, LastLevelMaxPool()))
+            SimpleFeaturePyramid(stages[0].channels, stages[0].stride, out_channels)
+            if plain
+            else FeaturePyramidNetwork([stage.channels for stage in stages], out_channels, LastLevelMaxPool())
+        )
         self.attention = nn.ModuleDict()
         if attention is None:
             if attention_kwargs:
@@ -130,7 +142,8 @@ class PyramidBackbone(nn.Module):
         attention_levels = (attention_levels,) if isinstance(attention_levels, str) else attention_levels
         if not attention_levels or not set(attention_levels) <= self.map_names.keys():
             raise ValueError(
-                f'attention_levels must be of {list(self.map_names)} for this backbone, got {attention_levels!r}')
+                f'attention_levels must be of {list(self.map_names)} for this backbone, got {attention_levels!r}'
+            )
         for level in self.map_names:
             if level in attention_levels:
                 module = OPERATORS[attention](out_channels, **{**(attention_kwargs or {}), 'residual': True})
@@ -162,9 +175,10 @@ def build_body(name: str, pretrained: bool = False, **kwargs) -> nn.Module:
     Raises:
         UsageError: There is no such model or argument, or the network takes images of one size alone.
     """
-    given = f" with out_indices {kwargs['out_indices']!r}" if 'out_indices' in kwargs else ''
+    given = f' with out_indices {kwargs["out_indices"]!r}' if 'out_indices' in kwargs else ''
     return create_model(
-        name, dynamic_size='img_size' not in kwargs, given=given, pretrained=pretrained, features_only=True, **kwargs)
+        name, dynamic_size='img_size' not in kwargs, given=given, pretrained=pretrained, features_only=True, **kwargs
+    )
 
 
 def pyramid_stages(body: nn.Module) -> list[Stage]:
@@ -177,20 +191,27 @@ def pyramid_stages(body: nn.Module) -> list[Stage]:
     """
     if not hasattr(body, 'feature_info'):
         raise ValueError(
-            f'backbone must be a model name or a timm model built with features_only=True, got {type(body).__name__}')
+            f'backbone must be a model name or a timm model built with features_only=True, got {type(body).__name__}'
+        )
     info = body.feature_info
     check_out_indices(info.out_indices, len(info))
     by_stride = {
         stride: Stage(index, stride, channels, module)
         for index, (stride, channels, module) in enumerate(
-            zip(info.reduction(), info.channels(), info.module_name(), strict=True))}
+            zip(info.reduction(), info.channels(), info.module_name(), strict=True)
+        )
+    }
     stages = [by_stride[stride] for stride in _STRIDES if stride in by_stride]
     one_stride = len(by_stride) == len(stages) == 1
-    if not one_stride and len(stages) < 2 or any(
-            b.stride != 2 * a.stride for a, b in zip(stages, stages[1:], strict=False)):
+    if (
+        not one_stride
+        and len(stages) < 2
+        or any(b.stride != 2 * a.stride for a, b in zip(stages, stages[1:], strict=False))
+    ):
         raise ValueError(
             f'a feature pyramid needs maps of strides such as 4, 8, 16 and 32, and this backbone has '
-            f'{info.reduction()}: choose one with stages, or a plain vision transformer with patches of 8, 16 or 32')
+            f'{info.reduction()}: choose one with stages, or a plain vision transformer with patches of 8, 16 or 32'
+        )
     return stages
 
 
@@ -214,13 +235,14 @@ def freeze_stages(body: nn.Module, trainable_layers: int) -> None:
         info = body.feature_info
         stages = [
             Stage(i, entry['reduction'], entry['num_chs'], entry['module'])
-            for i, entry in enumerate(info.info[:info.info.index(info.get_dicts()[-1]) + 1])]
+            for i, entry in enumerate(info.info[: info.info.index(info.get_dicts()[-1]) + 1])
+        ]
     if not 0 <= trainable_layers <= len(stages) + 1:
         raise ValueError(f'trainable_layers must be from 0 to {len(stages) + 1}, got {trainable_layers}')
     if trainable_layers > len(stages):
         return
     names = [name for name, _ in body.named_parameters()]
-    frozen = names[:_end_of_frozen(names, stages, trainable_layers)]
+    frozen = names[: _end_of_frozen(names, stages, trainable_layers)]
     for name in frozen:
         body.get_parameter(name).requires_grad_(False)
     owners = {name.rpartition('.')[0] for name in frozen}
@@ -241,7 +263,8 @@ def _end_of_frozen(names: list[str], stages: list[Stage], trainable_layers: int)
     if not inside:
         raise ValueError(
             f"the stages of this backbone cannot be told apart (no module '{boundary.module}'): train all of it, or "
-            f'freeze parameters before passing it')
+            f'freeze parameters before passing it'
+        )
     return inside[0] if first_stage_trained else inside[-1] + 1
 
 
@@ -254,9 +277,10 @@ def freeze_norms(body: nn.Module) -> None:
         body: Any network; batch norms are replaced in place by timm's frozen ones, which have the same tensors.
     """
     attention = tuple(f'{name}.' for name, m in body.named_modules() if isinstance(m, tuple(OPERATORS.values())))
-    _freeze_modules(body, [
-        name for name, m in body.named_modules()
-        if isinstance(m, _BATCH_NORMS) and not name.startswith(attention)])
+    _freeze_modules(
+        body,
+        [name for name, m in body.named_modules() if isinstance(m, _BATCH_NORMS) and not name.startswith(attention)],
+    )
 
 
 def _freeze_modules(body: nn.Module, names: list[str]) -> None:

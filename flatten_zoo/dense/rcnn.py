@@ -1,4 +1,5 @@
 """Faster and Mask R-CNN of torchvision on backbones of the zoo and of timm, with attention on the feature pyramid."""
+
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,16 +16,16 @@ _ANCHOR_SCALE = 8  # side of the anchors in strides: 32 pixels at stride 4, as i
 
 
 def mask_rcnn(
-        backbone: str | nn.Module,
-        num_classes: int,
-        attention: str | None = None,
-        attention_levels: str | Sequence[str] = tuple(LEVELS),
-        attention_kwargs: dict[str, Any] | None = None,
-        pretrained_backbone: bool = False,
-        trainable_backbone_layers: int | None = None,
-        freeze_norm: bool | None = None,
-        backbone_kwargs: dict[str, Any] | None = None,
-        **kwargs: Any,
+    backbone: str | nn.Module,
+    num_classes: int,
+    attention: str | None = None,
+    attention_levels: str | Sequence[str] = tuple(LEVELS),
+    attention_kwargs: dict[str, Any] | None = None,
+    pretrained_backbone: bool = False,
+    trainable_backbone_layers: int | None = None,
+    freeze_norm: bool | None = None,
+    backbone_kwargs: dict[str, Any] | None = None,
+    **kwargs: Any,
 ) -> MaskRCNN:
     """torchvision's Mask R-CNN on any backbone, with attention after chosen levels of its feature pyramid.
 
@@ -54,44 +55,58 @@ def mask_rcnn(
         ValueError: An argument is out of its range, or the backbone has no feature pyramid.
     """
     pyramid = _build_pyramid(
-        backbone, attention, attention_levels, attention_kwargs, pretrained_backbone, trainable_backbone_layers,
-        freeze_norm, backbone_kwargs)
+        backbone,
+        attention,
+        attention_levels,
+        attention_kwargs,
+        pretrained_backbone,
+        trainable_backbone_layers,
+        freeze_norm,
+        backbone_kwargs,
+    )
     kwargs = {**_defaults(pyramid, num_classes), **kwargs}
     kwargs.setdefault('mask_roi_pool', MultiScaleRoIAlign(_stage_maps(pyramid), output_size=14, sampling_ratio=2))
     return MaskRCNN(pyramid, num_classes, **kwargs)
 
 
 def faster_rcnn(
-        backbone: str | nn.Module,
-        num_classes: int,
-        attention: str | None = None,
-        attention_levels: str | Sequence[str] = tuple(LEVELS),
-        attention_kwargs: dict[str, Any] | None = None,
-        pretrained_backbone: bool = False,
-        trainable_backbone_layers: int | None = None,
-        freeze_norm: bool | None = None,
-        backbone_kwargs: dict[str, Any] | None = None,
-        **kwargs: Any,
+    backbone: str | nn.Module,
+    num_classes: int,
+    attention: str | None = None,
+    attention_levels: str | Sequence[str] = tuple(LEVELS),
+    attention_kwargs: dict[str, Any] | None = None,
+    pretrained_backbone: bool = False,
+    trainable_backbone_layers: int | None = None,
+    freeze_norm: bool | None = None,
+    backbone_kwargs: dict[str, Any] | None = None,
+    **kwargs: Any,
 ) -> FasterRCNN:
     """torchvision's Faster R-CNN on any backbone: `mask_rcnn` without masks, with the same arguments and errors.
 
     `faster_rcnn('resnet50', 91)` is torchvision's `fasterrcnn_resnet50_fpn`.
     """
     pyramid = _build_pyramid(
-        backbone, attention, attention_levels, attention_kwargs, pretrained_backbone, trainable_backbone_layers,
-        freeze_norm, backbone_kwargs)
+        backbone,
+        attention,
+        attention_levels,
+        attention_kwargs,
+        pretrained_backbone,
+        trainable_backbone_layers,
+        freeze_norm,
+        backbone_kwargs,
+    )
     return FasterRCNN(pyramid, num_classes, **{**_defaults(pyramid, num_classes), **kwargs})
 
 
 def _build_pyramid(
-        backbone: str | nn.Module,
-        attention: str | None,
-        attention_levels: str | Sequence[str],
-        attention_kwargs: dict[str, Any] | None,
-        pretrained_backbone: bool,
-        trainable_backbone_layers: int | None,
-        freeze_norm: bool | None,
-        backbone_kwargs: dict[str, Any] | None,
+    backbone: str | nn.Module,
+    attention: str | None,
+    attention_levels: str | Sequence[str],
+    attention_kwargs: dict[str, Any] | None,
+    pretrained_backbone: bool,
+    trainable_backbone_layers: int | None,
+    freeze_norm: bool | None,
+    backbone_kwargs: dict[str, Any] | None,
 ) -> PyramidBackbone:
     if isinstance(backbone, str):
         body = build_body(backbone, pretrained_backbone, **(backbone_kwargs or {}))

@@ -1,4 +1,5 @@
 """Loss and scores of semantic segmentation."""
+
 import torch
 import torch.nn.functional as F
 
@@ -6,10 +7,7 @@ __all__ = ['SegmentationScores', 'segmentation_losses']
 
 
 def segmentation_losses(
-        outputs: dict[str, torch.Tensor],
-        labels: torch.Tensor,
-        aux_weight: float = 0.4,
-        ignore_index: int = 255,
+    outputs: dict[str, torch.Tensor], labels: torch.Tensor, aux_weight: float = 0.4, ignore_index: int = 255
 ) -> dict[str, torch.Tensor]:
     """Cross-entropy of each output of a segmentation model of torchvision's form, weighted: their sum is the loss.
 
@@ -25,7 +23,8 @@ def segmentation_losses(
     counted = (labels != ignore_index).sum().clamp_min(1)
     losses = {
         name: F.cross_entropy(logits.float(), labels, ignore_index=ignore_index, reduction='sum') / counted
-        for name, logits in outputs.items()}
+        for name, logits in outputs.items()
+    }
     if 'aux' in losses:
         losses['aux'] = aux_weight * losses['aux']
     return losses
@@ -62,9 +61,10 @@ class SegmentationScores:
         number = len(self.classes)
         pairs = torch.stack([labels[counted], predicted[counted]]).cpu()
         if pairs.numel() and not 0 <= pairs.min() <= pairs.max() < number:
-            raise ValueError(f'labels must lie in [0, {number}) or be {self.ignore_index}, got '
-                             f'{pairs.min()} to {pairs.max()}')
-        self.confusion += torch.bincount(number * pairs[0] + pairs[1], minlength=number ** 2).view(number, number)
+            raise ValueError(
+                f'labels must lie in [0, {number}) or be {self.ignore_index}, got {pairs.min()} to {pairs.max()}'
+            )
+        self.confusion += torch.bincount(number * pairs[0] + pairs[1], minlength=number**2).view(number, number)
 
     def compute(self) -> dict[str, float]:
         """The mean over the classes ('mIoU'), the share of pixels that are right ('accuracy') and the IoU by class.

@@ -1,4 +1,5 @@
 """Encoders with strides 4 to 32 for segmentation-models-pytorch, from plain vision transformers too."""
+
 from typing import Any
 
 import torch
@@ -39,19 +40,20 @@ class PyramidEncoder(nn.Module):
         if self.pyramid.strides != [4, 8, 16, 32, 64]:
             raise ValueError(f"'{name}' gives a pyramid of strides {self.pyramid.strides[:-1]}, not 4, 8, 16 and 32")
         self.out_channels = [kwargs.get('in_chans', 3), 0] + (depth - 1) * [out_channels]
-        self.output_stride = 2 ** depth
+        self.output_stride = 2**depth
 
     def set_in_channels(self, in_channels: int, pretrained: bool = True) -> None:
         """What smp calls with its `in_channels`: the backbone has its channels from the beginning."""
         if in_channels != self.out_channels[0]:
             raise ValueError(
                 f'in_channels={in_channels}, but the encoder has {self.out_channels[0]}: give in_chans={in_channels} '
-                'to pyramid_encoder')
+                'to pyramid_encoder'
+            )
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
         maps = list(self.pyramid(x).values())
         B, _, H, W = x.shape
-        return [x, x.new_empty(B, 0, H // 2, W // 2), *maps[:len(self.out_channels) - 2]]
+        return [x, x.new_empty(B, 0, H // 2, W // 2), *maps[: len(self.out_channels) - 2]]
 
 
 def pyramid_encoder(backbone: str, pretrained: bool = False, out_channels: int = 256, **kwargs: Any) -> str:

@@ -1,4 +1,5 @@
 """Rows of dense attention matrices, for inspection."""
+
 from collections.abc import Sequence
 
 import torch
@@ -27,7 +28,8 @@ def select_queries(queries: Sequence[int] | torch.Tensor | None, positions: int,
         if positions > MAX_DENSE_POSITIONS:
             raise ValueError(
                 f'the full attention matrix of {positions} positions is too large (at most {MAX_DENSE_POSITIONS}): '
-                f'name the rows wanted with queries=')
+                f'name the rows wanted with queries='
+            )
         return torch.arange(positions, device=device)
     queries = torch.as_tensor(queries, dtype=torch.long, device=device).reshape(-1)
     outside = queries[(queries < 0) | (queries >= positions)]

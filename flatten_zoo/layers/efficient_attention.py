@@ -1,4 +1,5 @@
 """Efficient attention: attention with linear complexities (WACV 2021, arXiv 1812.01243)."""
+
 import torch
 
 from .projected_attention import ProjectedAttention

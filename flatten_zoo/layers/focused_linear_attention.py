@@ -3,6 +3,7 @@
 Paper: `FLatten Transformer: Vision Transformer using Focused Linear Attention` (ICCV 2023)
     - https://arxiv.org/abs/2308.00442
 """
+
 import math
 from collections.abc import Sequence
 
@@ -53,15 +54,15 @@ class FocusedLinearCore(nn.Module):
     """
 
     def __init__(
-            self,
-            num_heads: int,
-            head_dim: int,
-            grid_size: int | tuple[int, int],
-            focusing_factor: float = 3,
-            kernel_size: int = 5,
-            dynamic_grid_size: bool = False,
-            device=None,
-            dtype=None,
+        self,
+        num_heads: int,
+        head_dim: int,
+        grid_size: int | tuple[int, int],
+        focusing_factor: float = 3,
+        kernel_size: int = 5,
+        dynamic_grid_size: bool = False,
+        device=None,
+        dtype=None,
     ):
         """
         Args:
@@ -146,9 +147,19 @@ class FocusedLinearCore(nn.Module):
 
         weight, bias = self._depthwise_kernels()
         shared = self.dwc
-        self.dwc = nn.utils.skip_init(
-            nn.Conv2d, len(weight), len(weight), shared.kernel_size, padding=shared.padding, groups=len(weight),
-            **get_device_dtype(shared)).train(shared.training).requires_grad_(shared.weight.requires_grad)
+        self.dwc = (
+            nn.utils.skip_init(
+                nn.Conv2d,
+                len(weight),
+                len(weight),
+                shared.kernel_size,
+                padding=shared.padding,
+                groups=len(weight),
+                **get_device_dtype(shared),
+            )
+            .train(shared.training)
+            .requires_grad_(shared.weight.requires_grad)
+        )
         self.dwc.load_state_dict({'weight': weight, 'bias': bias})
         self.inverse_scale = s.to(self.scale.dtype)
         self.scale = None
@@ -172,14 +183,20 @@ class FocusedLinearCore(nn.Module):
         if folded:
             q = inference_only(q, self.training)
         return depthwise_and_focused_attention(
-            q, k, v, positional_encoding, self._inverse_scale(), weight, bias, self.focusing_factor, self.num_heads,
-            folded)
+            q,
+            k,
+            v,
+            positional_encoding,
+            self._inverse_scale(),
+            weight,
+            bias,
+            self.focusing_factor,
+            self.num_heads,
+            folded,
+        )
 
     def attention_matrix(
-            self,
-            q: torch.Tensor,
-            k: torch.Tensor,
-            queries: Sequence[int] | torch.Tensor | None = None,
+        self, q: torch.Tensor, k: torch.Tensor, queries: Sequence[int] | torch.Tensor | None = None
     ) -> torch.Tensor:
         """Rows of the attention matrix that linear attention never forms, without the depthwise term.
 
@@ -202,19 +219,19 @@ class FocusedLinearCore(nn.Module):
         N = H * W
         queries = select_queries(queries, N, q.device)
         q, k = (
-            direction * factor for direction, factor in (
+            direction * factor
+            for direction, factor in (
                 focus(x, self._inverse_scale(), self.focusing_factor, self.inverse_scale is not None)
-                for x in (q, k + self._positional_encoding(H, W))))
+                for x in (q, k + self._positional_encoding(H, W))
+            )
+        )
         q = q.reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)[:, :, queries]
         k = k.reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
         normalizer = q @ k.mean(dim=-2, keepdim=True).transpose(-2, -1) + 1e-6
         return q @ k.transpose(-2, -1) / N / normalizer
 
     def depthwise_matrix(
-            self,
-            channel: int,
-            grid_size: tuple[int, int],
-            queries: Sequence[int] | torch.Tensor | None = None,
+        self, channel: int, grid_size: tuple[int, int], queries: Sequence[int] | torch.Tensor | None = None
     ) -> torch.Tensor:
         """Rows of the matrix that the depthwise term is for one channel of the values: M_DWC in section 4.3.
 
@@ -239,18 +256,18 @@ class FocusedLinearAttention(FocusedLinearCore):
     """
 
     def __init__(
-            self,
-            dim: int,
-            num_heads: int = 8,
-            grid_size: int | tuple[int, int] = 14,
-            head_dim: int | None = None,
-            focusing_factor: float = 3,
-            kernel_size: int = 5,
-            qkv_bias: bool = True,
-            proj_drop: float = 0.,
-            dynamic_grid_size: bool = False,
-            device=None,
-            dtype=None,
+        self,
+        dim: int,
+        num_heads: int = 8,
+        grid_size: int | tuple[int, int] = 14,
+        head_dim: int | None = None,
+        focusing_factor: float = 3,
+        kernel_size: int = 5,
+        qkv_bias: bool = True,
+        proj_drop: float = 0.0,
+        dynamic_grid_size: bool = False,
+        device=None,
+        dtype=None,
     ):
         """
         Args:

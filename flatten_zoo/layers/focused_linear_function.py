@@ -4,6 +4,7 @@ It is bound by memory traffic, not by arithmetic. So the norms of the queries st
 whole maps, and what the backward pass needs beyond q, k and v is recomputed from a few numbers per token and head.
 `plain_attention` is the same function in differentiable operations, for whatever transforms or records them.
 """
+
 import torch
 import torch.nn.functional as F
 from timm.layers import is_exporting, register_notrace_function
@@ -32,10 +33,7 @@ def _range(u: torch.Tensor, norm: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def focus(
-        x: torch.Tensor,
-        inverse_scale: torch.Tensor,
-        p: float,
-        folded: bool = False,
+    x: torch.Tensor, inverse_scale: torch.Tensor, p: float, folded: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Direction w (..., C) and factor r (..., 1) of the focused function: f(x) = r · w, at least in float32."""
     x = _at_least_float32(x)
@@ -76,7 +74,8 @@ def _add_applied(out: torch.Tensor, q: torch.Tensor, context: torch.Tensor) -> N
     if _by_head(q):
         num_heads = context.shape[1]
         for out_head, q_head, context_head in zip(
-                out.chunk(num_heads, dim=-1), q.chunk(num_heads, dim=-1), context.unbind(1), strict=True):
+            out.chunk(num_heads, dim=-1), q.chunk(num_heads, dim=-1), context.unbind(1), strict=True
+        ):
             torch.baddbmm(out_head, q_head, context_head, out=out_head)
     else:
         out += _apply(q, context)
@@ -90,16 +89,16 @@ def _depthwise_conv(v: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -
 
 
 def plain_attention(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        positional_encoding: torch.Tensor,
-        inverse_scale: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        p: float,
-        num_heads: int,
-        folded: bool = False,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positional_encoding: torch.Tensor,
+    inverse_scale: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    p: float,
+    num_heads: int,
+    folded: bool = False,
 ) -> torch.Tensor:
     """`depthwise_and_focused_attention` in differentiable operations."""
     B, H, W, C = q.shape
@@ -118,7 +117,7 @@ def plain_attention(
         # and each q averages the channels. 1 / N goes half to k and half to v. The result does not depend on `typical`.
         typical = k_mean.detach().clamp(min=1e-30)
         q = ((q * typical).unflatten(-1, [num_heads, -1]) * inverse_normalizer).flatten(2)
-        context = _outer((k / (typical * N ** 0.5)).to(v.dtype), v * N ** -0.5, num_heads)
+        context = _outer((k / (typical * N**0.5)).to(v.dtype), v * N**-0.5, num_heads)
         return _apply(q.to(v.dtype), context).reshape(B, H, W, C) + depthwise
     context = _outer(k.to(v.dtype), v, num_heads) * (1 / N)
     out = _apply(q.to(v.dtype), context).unflatten(-1, [num_heads, -1]) * inverse_normalizer  # a pass less than on q
@@ -126,10 +125,7 @@ def plain_attention(
 
 
 def _positive(
-        x: torch.Tensor,
-        inverse_scale: torch.Tensor,
-        folded: bool = False,
-        overwrite: bool = False,
+    x: torch.Tensor, inverse_scale: torch.Tensor, folded: bool = False, overwrite: bool = False
 ) -> torch.Tensor:
     """u of `focus`, on one buffer: that of x, where it may be overwritten."""
     epsilon = 1e-6 * _at_least_float32(inverse_scale)
@@ -148,7 +144,7 @@ def _focus_in_place(u: torch.Tensor, p: float) -> tuple[torch.Tensor, ...]:
 
 
 def _attention_in_place(
-        q, k, v, positional_encoding, inverse_scale, weight, bias, p, num_heads, folded=False,
+    q, k, v, positional_encoding, inverse_scale, weight, bias, p, num_heads, folded=False
 ) -> tuple[torch.Tensor, ...]:
     """`plain_attention` on two buffers, and what its backward pass needs: numbers per token and per head."""
     with torch.autocast(q.device.type, enabled=False):
@@ -192,8 +188,9 @@ class _Attention(torch.autograd.Function):
         inputs, saved = saved[:7], saved[7:]
         with torch.autocast(grad.device.type, enabled=False):
             if (
-                    torch.is_grad_enabled() or _are_functorch_transforms_active()
-                    or is_legacy_batchedtensor(grad)  # is_grads_batched=True
+                torch.is_grad_enabled()
+                or _are_functorch_transforms_active()
+                or is_legacy_batchedtensor(grad)  # is_grads_batched=True
             ):
                 grads = _differentiated(grad, inputs, ctx.needs_input_grad, p, num_heads)
             else:
@@ -214,16 +211,44 @@ def _differentiated(grad, inputs, needed, p, num_heads):
 
 
 def _attention_backward(
-        grad, q, k, v, positional_encoding, inverse_scale, weight, bias,
-        size_q, norm_q, r_q, size_k, norm_k, r_k, k_mean, context, normalizer, p, num_heads, needed,
+    grad,
+    q,
+    k,
+    v,
+    positional_encoding,
+    inverse_scale,
+    weight,
+    bias,
+    size_q,
+    norm_q,
+    r_q,
+    size_k,
+    norm_k,
+    r_k,
+    k_mean,
+    context,
+    normalizer,
+    p,
+    num_heads,
+    needed,
 ):
     """Gradients of the first seven arguments by hand, on as few buffers as there are."""
     B, H, W, C = q.shape
     N = H * W
     padding = weight.shape[-1] // 2
     grad_v, grad_weight, grad_bias = torch.ops.aten.convolution_backward(
-        grad.permute(0, 3, 1, 2), v.permute(0, 3, 1, 2), weight.to(v.dtype), [C], [1, 1], [padding, padding], [1, 1],
-        False, [0, 0], C, [True, needed[5], needed[6]])
+        grad.permute(0, 3, 1, 2),
+        v.permute(0, 3, 1, 2),
+        weight.to(v.dtype),
+        [C],
+        [1, 1],
+        [padding, padding],
+        [1, 1],
+        False,
+        [0, 0],
+        C,
+        [True, needed[5], needed[6]],
+    )
     grad_v = grad_v.permute(0, 2, 3, 1).reshape(B, N, C)
     grad, v = grad.reshape(B, N, C), v.reshape(B, N, C)
 
@@ -250,8 +275,9 @@ def _attention_backward(
     grad_normalizer = weights.mul_(grad_w).unflatten(-1, [num_heads, -1]).sum(dim=-1) / -normalizer
     grad_k_mean = _outer(w, grad_normalizer, num_heads).reshape(B, 1, C)
     grad_w.unflatten(-1, [num_heads, -1]).div_(by_head).addcmul_(
-        grad_normalizer.unsqueeze(-1), k_mean.view(B, 1, num_heads, -1))
-    radial = grad_normalizer.sum(dim=-1, keepdim=True) * -1e-6 / norm_q ** 2
+        grad_normalizer.unsqueeze(-1), k_mean.view(B, 1, num_heads, -1)
+    )
+    radial = grad_normalizer.sum(dim=-1, keepdim=True) * -1e-6 / norm_q**2
     grad_q, grad_inverse_scale = through_focus(grad_w, radial * r_q, radial / r_q, x, u, w)
 
     # Keys: the context is fᵀ v / N, with f = r w of the norm of u
@@ -260,7 +286,7 @@ def _attention_backward(
     f.mul_(r_k)
     grad_v.add_(_apply(f.to(v.dtype), grad_context), alpha=1 / N)
     grad_f = _at_least_float32(_apply(v, grad_context.transpose(2, 3))).add_(grad_k_mean).mul_(1 / N)
-    radial = (f * grad_f).sum(dim=-1, keepdim=True) / norm_k ** 2
+    radial = (f * grad_f).sum(dim=-1, keepdim=True) / norm_k**2
     grad_k, grad_inverse_scale_of_k = through_focus(grad_f, radial, radial, x, u, f)
     grad_k = grad_k.view_as(k)
     grad_positional_encoding = None
@@ -273,22 +299,28 @@ def _attention_backward(
     if needed[6]:
         grad_bias = grad_bias.to(bias.dtype)
     return (
-        grad_q.view_as(q), grad_k.to(k.dtype), grad_v.view_as(q), grad_positional_encoding, grad_inverse_scale,
-        grad_weight, grad_bias)
+        grad_q.view_as(q),
+        grad_k.to(k.dtype),
+        grad_v.view_as(q),
+        grad_positional_encoding,
+        grad_inverse_scale,
+        grad_weight,
+        grad_bias,
+    )
 
 
 @register_notrace_function  # reason: looks at what records or transforms it
 def depthwise_and_focused_attention(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        positional_encoding: torch.Tensor,
-        inverse_scale: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        p: float,
-        num_heads: int,
-        folded: bool = False,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positional_encoding: torch.Tensor,
+    inverse_scale: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    p: float,
+    num_heads: int,
+    folded: bool = False,
 ) -> torch.Tensor:
     """The sum of focused linear attention, before its projection, and of a depthwise convolution of the values.
 
@@ -309,11 +341,12 @@ def depthwise_and_focused_attention(
     if not torch.jit.is_scripting():
         inputs = (q, k, v, positional_encoding, inverse_scale, weight, bias)
         if not (
-                v.dtype == torch.float16  # its range takes another arrangement
-                or v.is_meta  # nothing is computed, and what counts operations shall find them
-                or torch.compiler.is_compiling() or torch.jit.is_tracing()
-                or _are_functorch_transforms_active()
-                or any(forward_ad.unpack_dual(x).tangent is not None for x in inputs)
+            v.dtype == torch.float16  # its range takes another arrangement
+            or v.is_meta  # nothing is computed, and what counts operations shall find them
+            or torch.compiler.is_compiling()
+            or torch.jit.is_tracing()
+            or _are_functorch_transforms_active()
+            or any(forward_ad.unpack_dual(x).tangent is not None for x in inputs)
         ):
             if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
                 return _attention_in_place(*inputs, p, num_heads, folded)[0]

@@ -1,4 +1,5 @@
 """What `timm.utils.reparameterize_model` does to the layers here: constants become part of weights, for inference."""
+
 from functools import partial
 from itertools import pairwise
 
@@ -13,8 +14,10 @@ __all__ = ['inference_only', 'make_norms_foldable']
 def inference_only(x: torch.Tensor, training: bool) -> torch.Tensor:
     """x, outside training alone."""
     if training:
-        raise RuntimeError('a folded model cannot be trained: call eval() for inference; to train, keep the model as '
-                           'it was before reparameterize_model')
+        raise RuntimeError(
+            'a folded model cannot be trained: call eval() for inference; to train, keep the model as '
+            'it was before reparameterize_model'
+        )
     return x
 
 
@@ -52,5 +55,6 @@ def _fold(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> nn.Module:
         return norm
     del conv.fuse
     conv.weight, conv.bias = fuse_conv_bn_weights(
-        conv.weight, conv.bias, norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)
+        conv.weight, conv.bias, norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
+    )
     return FoldedNorm().train(norm.training)

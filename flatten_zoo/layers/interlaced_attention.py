@@ -1,4 +1,5 @@
 """Interlaced sparse self-attention (arXiv 1907.12273)."""
+
 from collections.abc import Sequence
 
 import torch
@@ -45,15 +46,15 @@ class InterlacedSparseAttention(nn.Module):
     """
 
     def __init__(
-            self,
-            dim: int,
-            key_dim: int = 64,
-            value_dim: int = 64,
-            out_dim: int | None = None,
-            group_size: int | tuple[int, int] = (8, 8),
-            residual: bool = True,
-            device=None,
-            dtype=None,
+        self,
+        dim: int,
+        key_dim: int = 64,
+        value_dim: int = 64,
+        out_dim: int | None = None,
+        group_size: int | tuple[int, int] = (8, 8),
+        residual: bool = True,
+        device=None,
+        dtype=None,
     ):
         super().__init__()
         out_dim = dim if out_dim is None else out_dim
@@ -70,9 +71,11 @@ class InterlacedSparseAttention(nn.Module):
 
         dd = {'device': device, 'dtype': dtype}
         self.long_range_sa = GroupedSelfAttention(
-            dim, key_dim, value_dim, out_dim, self.group_size, long_range=True, **dd)
+            dim, key_dim, value_dim, out_dim, self.group_size, long_range=True, **dd
+        )
         self.short_range_sa = GroupedSelfAttention(
-            out_dim, key_dim, value_dim, out_dim, self.group_size, long_range=False, final_act=not residual, **dd)
+            out_dim, key_dim, value_dim, out_dim, self.group_size, long_range=False, final_act=not residual, **dd
+        )
 
     def zero_init_last(self) -> None:
         """Zero the branch's last batch norm, so that with `residual` the module starts as the identity and learns.
@@ -93,10 +96,7 @@ class InterlacedSparseAttention(nn.Module):
         return x + y if self.residual else y
 
     def attention_matrix(
-            self,
-            x: torch.Tensor,
-            queries: Sequence[int] | torch.Tensor | None = None,
-            step: str | None = None,
+        self, x: torch.Tensor, queries: Sequence[int] | torch.Tensor | None = None, step: str | None = None
     ) -> torch.Tensor:
         """Rows of the dense attention matrix: the product of the two steps' sparse matrices, or one of these.
 
@@ -138,7 +138,7 @@ class InterlacedSparseAttention(nn.Module):
             over_blocks = _softmax_rows(q[:, :, block], k)
         rows = over_places[..., None] * over_blocks.transpose(1, 2)
         rows = rows.unflatten(3, (qh, qw)).unflatten(2, (ph, pw)).permute(0, 1, 4, 2, 5, 3)
-        rows = rows.flatten(4, 5).flatten(2, 3)[:, None, :, top:top + h, left:left + w]
+        rows = rows.flatten(4, 5).flatten(2, 3)[:, None, :, top : top + h, left : left + w]
         return rows.flatten(3)
 
 
@@ -179,16 +179,16 @@ class GroupedSelfAttention(nn.Module):
     """
 
     def __init__(
-            self,
-            dim: int,
-            key_dim: int,
-            value_dim: int,
-            out_dim: int,
-            group_size: tuple[int, int],
-            long_range: bool,
-            final_act: bool = True,
-            device=None,
-            dtype=None,
+        self,
+        dim: int,
+        key_dim: int,
+        value_dim: int,
+        out_dim: int,
+        group_size: tuple[int, int],
+        long_range: bool,
+        final_act: bool = True,
+        device=None,
+        dtype=None,
     ):
         super().__init__()
         dd = {'device': device, 'dtype': dtype}

@@ -1,4 +1,5 @@
 """Non-local (dot-product) attention, the baseline that efficient attention is measured against."""
+
 from collections.abc import Sequence
 
 import torch

@@ -1,4 +1,5 @@
 """Position tensors at the size of the map."""
+
 import torch
 import torch.nn.functional as F
 from timm.layers import register_notrace_function
@@ -28,15 +29,20 @@ def _resample(positions: torch.Tensor, grid_size: tuple[int, int], height: int, 
 @torch.jit.ignore
 def _resample_once(positions: torch.Tensor, grid_size: tuple[int, int], height: int, width: int) -> torch.Tensor:
     if (
-            torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_grad_enabled()
-            or positions.device.type != 'cpu' or type(positions) is not nn.Parameter  # fake or batched tensors are none
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch.is_grad_enabled()
+        or positions.device.type != 'cpu'
+        or type(positions) is not nn.Parameter  # fake or batched tensors are none
     ):
         return _resample(positions, grid_size, height, width)
     source, resampled = _resampled.get(positions, (None, None))
     # a copy tells what no counter does: that the tensor was written through `.data`
     if (
-            source is None or source.dtype != positions.dtype or resampled.shape[1:3] != (height, width)
-            or not torch.equal(source, positions)
+        source is None
+        or source.dtype != positions.dtype
+        or resampled.shape[1:3] != (height, width)
+        or not torch.equal(source, positions)
     ):
         resampled = _resample(positions, grid_size, height, width)
         _resampled[positions] = positions.clone(), resampled

@@ -1,4 +1,5 @@
 """What efficient and non-local attention share: four 1×1 convolutions around an attention over all positions."""
+
 import torch
 from torch import nn
 
@@ -14,7 +15,8 @@ def check_dimensions(x: torch.Tensor, spatial_dims: int) -> None:
     if x.dim() != spatial_dims + 2:
         raise ValueError(
             f'x must have {spatial_dims + 2} dimensions (batch, channels and spatial_dims={spatial_dims} more), '
-            f'got {x.dim()}')
+            f'got {x.dim()}'
+        )
 
 
 class ProjectedAttention(nn.Module):
@@ -40,17 +42,17 @@ class ProjectedAttention(nn.Module):
     """
 
     def __init__(
-            self,
-            dim: int,
-            key_dim: int = 64,
-            value_dim: int = 64,
-            num_heads: int = 1,
-            normalization: str = 'softmax',
-            reproject: bool = True,
-            residual: bool = True,
-            spatial_dims: int = 2,
-            device=None,
-            dtype=None,
+        self,
+        dim: int,
+        key_dim: int = 64,
+        value_dim: int = 64,
+        num_heads: int = 1,
+        normalization: str = 'softmax',
+        reproject: bool = True,
+        residual: bool = True,
+        spatial_dims: int = 2,
+        device=None,
+        dtype=None,
     ):
         super().__init__()
         sizes = {'dim': dim, 'key_dim': key_dim, 'value_dim': value_dim, 'num_heads': num_heads}

@@ -1,4 +1,5 @@
 """Looking at sizes without tying a graph for several sizes to those that it was first made with."""
+
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 

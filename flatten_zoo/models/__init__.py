@@ -1,4 +1,5 @@
 """The networks; importing them registers them with timm."""
+
 from ._released import RELEASES, Release, use_hub
 from .attention_resnet import AttentionResNet
 from .flatten_cswin import FlattenCSwin
@@ -9,6 +10,14 @@ from .flatten_swin import FlattenSwin
 from .replace_attention import replace_attention
 
 __all__ = [
-    'RELEASES', 'AttentionResNet', 'FlattenCSwin', 'FlattenPVT', 'FlattenPVTv2', 'FlattenSwin', 'FlattenViT', 'Release',
-    'replace_attention', 'use_hub',
+    'RELEASES',
+    'AttentionResNet',
+    'FlattenCSwin',
+    'FlattenPVT',
+    'FlattenPVTv2',
+    'FlattenSwin',
+    'FlattenViT',
+    'Release',
+    'replace_attention',
+    'use_hub',
 ]

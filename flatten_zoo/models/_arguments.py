@@ -1,4 +1,5 @@
 """What the networks of all families ask of their arguments, where timm asks nothing."""
+
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
@@ -13,10 +14,7 @@ def _is_count(value: object, least: int) -> bool:
 
 
 def check_arguments(
-        depths: Sequence[int] | None = None,
-        depth: int | None = None,
-        num_classes: int = 0,
-        **arguments: Any,
+    depths: Sequence[int] | None = None, depth: int | None = None, num_classes: int = 0, **arguments: Any
 ) -> None:
     """Raises a ValueError for an argument out of its range; those that it does not know pass.
 
@@ -29,7 +27,8 @@ def check_arguments(
     if depth is not None and not _is_count(depth, 1):
         raise ValueError(f'depth must be a positive whole number of blocks, got {depth!r}')
     if depths is not None and not (
-            isinstance(depths, Sequence) and depths and all(_is_count(number, 1) for number in depths)):
+        isinstance(depths, Sequence) and depths and all(_is_count(number, 1) for number in depths)
+    ):
         raise ValueError(f'depths must be a positive whole number of blocks for each stage, got {depths!r}')
     if not _is_count(num_classes, 0):
         raise ValueError(f'num_classes must be a whole number, 0 for no classifier, got {num_classes!r}')

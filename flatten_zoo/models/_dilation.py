@@ -1,4 +1,5 @@
 """Output strides below 32, as timm's convolutional networks take them."""
+
 from collections.abc import Sequence
 
 from torch import nn
@@ -14,8 +15,9 @@ def stage_strides(num_stages: int, output_stride: int, patch_size: int = 4) -> l
     """
     if output_stride not in (8, 16, 32) or output_stride < patch_size:
         raise ValueError(
-            f'output_stride must be 8, 16 or 32, not below the patch size of {patch_size}, got {output_stride!r}')
-    strides = [patch_size * 2 ** i for i in range(num_stages)]
+            f'output_stride must be 8, 16 or 32, not below the patch size of {patch_size}, got {output_stride!r}'
+        )
+    strides = [patch_size * 2**i for i in range(num_stages)]
     return strides if output_stride == 32 else [min(stride, output_stride) for stride in strides]
 
 
@@ -26,8 +28,8 @@ def dilations(strides: Sequence[int]) -> dict[int, int]:
     the undilated network: at the positions that it has there, the embedding gives what it gives there.
     """
     return {
-        i: strides[0] * 2 ** (i - 1) // stride
-        for i, stride in enumerate(strides) if i and stride == strides[i - 1]}
+        i: strides[0] * 2 ** (i - 1) // stride for i, stride in enumerate(strides) if i and stride == strides[i - 1]
+    }
 
 
 def dilate(embeddings: Sequence[nn.Module], strides: Sequence[int]) -> None:

@@ -1,4 +1,5 @@
 """Which feature maps `features_only=True` gives, and how."""
+
 import operator
 from collections.abc import Iterable
 
@@ -14,7 +15,8 @@ def check_feature_cls(feature_cls: str | type) -> None:
     if feature_cls not in ('getter', FeatureGetterNet):
         raise ValueError(
             f"feature_cls must be left out or 'getter', which gives a list of maps in NCHW, got {feature_cls!r}: this "
-            f'network keeps its maps channels last')
+            f'network keeps its maps channels last'
+        )
 
 
 def check_out_indices(out_indices: int | Iterable[int], num_features: int) -> None:
@@ -39,7 +41,8 @@ def check_out_indices(out_indices: int | Iterable[int], num_features: int) -> No
     if not in_range:
         raise ValueError(
             f'out_indices must be indices from 0 to {num_features - 1}, from {-num_features} to -1 counted from the '
-            f'end, or the number of last maps, 1 to {num_features}; got {out_indices!r}')
+            f'end, or the number of last maps, 1 to {num_features}; got {out_indices!r}'
+        )
     indices = [i % num_features for i in indices]
     if any(b <= a for a, b in zip(indices, indices[1:], strict=False)):
         raise ValueError(f'out_indices must be in increasing order, each once; got {out_indices!r}')

@@ -1,4 +1,5 @@
 """What the FLatten families share: options, evaluation settings, construction, and official checkpoints."""
+
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -14,8 +15,15 @@ from ._features import check_out_indices
 from ._released import build_released_model
 
 __all__ = [
-    'create_pyramid', 'fit_position_tensors', 'flatten_cfg', 'flatten_position_tensors', 'focused_twin', 'fuse_qkv',
-    'resolve_attn_types', 'split_qkv', 'unwrap_state_dict',
+    'create_pyramid',
+    'fit_position_tensors',
+    'flatten_cfg',
+    'flatten_position_tensors',
+    'focused_twin',
+    'fuse_qkv',
+    'resolve_attn_types',
+    'split_qkv',
+    'unwrap_state_dict',
 ]
 
 
@@ -32,10 +40,7 @@ def resolve_attn_types(attn_types: str | Sequence[str], number: int, of: str = '
 
 
 def focused_twin(
-        attn: nn.Module,
-        grid_size: tuple[int, int],
-        dynamic_grid_size: bool,
-        **kwargs,
+    attn: nn.Module, grid_size: tuple[int, int], dynamic_grid_size: bool, **kwargs
 ) -> FocusedLinearAttention:
     """Focused linear attention that takes over the projections of softmax attention.
 
@@ -61,21 +66,29 @@ def focused_twin(
 def flatten_cfg(**kwargs) -> dict:
     """timm pretrained configuration with the settings that the official FLatten models are evaluated with."""
     return {
-        'url': '', 'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': (7, 7),
-        'crop_pct': 0.875, 'crop_mode': 'squash', 'interpolation': 'bicubic', 'fixed_input_size': False,
-        'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD,
+        'url': '',
+        'num_classes': 1000,
+        'input_size': (3, 224, 224),
+        'pool_size': (7, 7),
+        'crop_pct': 0.875,
+        'crop_mode': 'squash',
+        'interpolation': 'bicubic',
+        'fixed_input_size': False,
+        'mean': IMAGENET_DEFAULT_MEAN,
+        'std': IMAGENET_DEFAULT_STD,
         'paper_name': 'FLatten Transformer: Vision Transformer using Focused Linear Attention',
-        'paper_ids': 'arXiv:2308.00442', 'origin_url': 'https://github.com/LeapLabTHU/FLatten-Transformer',
+        'paper_ids': 'arXiv:2308.00442',
+        'origin_url': 'https://github.com/LeapLabTHU/FLatten-Transformer',
         **kwargs,
     }
 
 
 def create_pyramid(
-        model_cls: type[nn.Module],
-        variant: str,
-        pretrained: bool,
-        filter_fn: Callable[[dict, nn.Module], dict[str, torch.Tensor]],
-        **kwargs,
+    model_cls: type[nn.Module],
+    variant: str,
+    pretrained: bool,
+    filter_fn: Callable[[dict, nn.Module], dict[str, torch.Tensor]],
+    **kwargs,
 ) -> nn.Module:
     """Build a variant through timm, the maps of its `stages` being what `features_only=True` gives."""
     check_arguments(**kwargs)
@@ -98,7 +111,8 @@ def unwrap_state_dict(checkpoint: dict) -> dict[str, torch.Tensor]:
     for key in checkpoint:
         if not isinstance(key, str):
             raise ValueError(
-                f'the state dict has the {type(key).__name__} {key} as a key; name its tensors as the network does')
+                f'the state dict has the {type(key).__name__} {key} as a key; name its tensors as the network does'
+            )
     return checkpoint
 
 
@@ -147,7 +161,8 @@ def _grid_of_row(key: str, length: int, grid_size: tuple[int, int]) -> tuple[int
     if length != grid_size[0] * grid_size[1]:
         raise ValueError(
             f"'{key}' has {length} positions, neither a square grid nor the model's {grid_size[0]} × {grid_size[1]}; "
-            f'build the model with the img_size of the checkpoint')
+            f'build the model with the img_size of the checkpoint'
+        )
     return grid_size
 
 
@@ -165,7 +180,8 @@ def fit_position_tensors(state_dict: dict[str, torch.Tensor], model: nn.Module) 
             if value.ndim not in (3, 4) or len(value) != 1 or value.shape[-1] != targets[key].shape[-1]:
                 raise ValueError(
                     f"'{key}' has the shape {tuple(value.shape)}, expected (1, H, W, {targets[key].shape[-1]}) or "
-                    f'(1, H · W, {targets[key].shape[-1]})')
+                    f'(1, H · W, {targets[key].shape[-1]})'
+                )
             if value.ndim == 3:
                 value = value.reshape(1, *_grid_of_row(key, value.shape[1], grid_size), -1)
             value = resample_abs_pos_embed_nhwc(value, grid_size)

@@ -3,6 +3,7 @@
 They look at sizes: `torch.jit.trace` scripts them, and who imports them wraps them for symbolic tracing. A graph for
 several sizes always pads, if only by nothing.
 """
+
 import torch
 import torch.nn.functional as F
 

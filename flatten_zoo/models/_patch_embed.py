@@ -1,4 +1,5 @@
 """Non-overlapping patch embedding for every input size."""
+
 import timm.layers
 import torch
 
@@ -20,6 +21,7 @@ class PatchEmbed(timm.layers.PatchEmbed):
         - input: (B, in_chans, H, W)
         - output: (B, H', W', embed_dim), or (B, H' · W', embed_dim) if no `output_fmt` is asked for
     """
+
     strict_img_size: torch.jit.Final[bool]
 
     def __init__(self, *args, strict_img_size: bool = True, dynamic_img_pad: bool = False, **kwargs):
@@ -27,21 +29,23 @@ class PatchEmbed(timm.layers.PatchEmbed):
             raise ValueError("output_fmt must be 'NHWC', or None with flatten=True for tokens")
         # timm leaves padding to a second flag; here free sizes always mean any size
         super().__init__(
-            *args, strict_img_size=strict_img_size, dynamic_img_pad=dynamic_img_pad or not strict_img_size, **kwargs)
+            *args, strict_img_size=strict_img_size, dynamic_img_pad=dynamic_img_pad or not strict_img_size, **kwargs
+        )
 
     def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
         """The grid of an image, as timm computes it but in whole numbers: exported programs cannot hold `math.ceil`."""
         short = 1 if self.dynamic_img_pad else 0  # a patch that is short of pixels counts where sizes are free
         return (
             (img_size[0] + short * (self.patch_size[0] - 1)) // self.patch_size[0],
-            (img_size[1] + short * (self.patch_size[1] - 1)) // self.patch_size[1])
+            (img_size[1] + short * (self.patch_size[1] - 1)) // self.patch_size[1],
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         H, W = x.shape[-2], x.shape[-1]
         if self.strict_img_size:
             way_out = 'build it with img_size= for this size, or with dynamic_img_size=True for any'
-            _assert(H == self.img_size[0], f'Input height ({H}) is not the model\'s ({self.img_size[0]}); {way_out}.')
-            _assert(W == self.img_size[1], f'Input width ({W}) is not the model\'s ({self.img_size[1]}); {way_out}.')
+            _assert(H == self.img_size[0], f"Input height ({H}) is not the model's ({self.img_size[0]}); {way_out}.")
+            _assert(W == self.img_size[1], f"Input width ({W}) is not the model's ({self.img_size[1]}); {way_out}.")
         else:
             stride, dilation = self.proj.stride, self.proj.dilation
             reach = [dilation[0] * (self.patch_size[0] - 1) + 1, dilation[1] * (self.patch_size[1] - 1) + 1]

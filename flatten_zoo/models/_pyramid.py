@@ -1,4 +1,5 @@
 """What the zoo's own four-stage networks share: timm's contract around a sequence of stages."""
+
 from collections.abc import Sequence
 
 import torch
@@ -24,12 +25,7 @@ class PyramidStage(nn.Module):
         - output: (B, C', H', W')
     """
 
-    def __init__(
-            self,
-            patch_embed: nn.Module,
-            blocks: Sequence[nn.Module],
-            pos_embed: nn.Parameter | None = None,
-    ):
+    def __init__(self, patch_embed: nn.Module, blocks: Sequence[nn.Module], pos_embed: nn.Parameter | None = None):
         """
         Args:
             patch_embed: Maps (B, C, H, W) to (B, H', W', C').
@@ -42,7 +38,7 @@ class PyramidStage(nn.Module):
         self.pos_embed = pos_embed
         self.blocks = nn.Sequential(*blocks)
         if pos_embed is not None:
-            trunc_normal_(self.pos_embed, std=.02)
+            trunc_normal_(self.pos_embed, std=0.02)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.patch_embed(x)
@@ -60,17 +56,17 @@ class PyramidTransformer(nn.Module):
     """Stages of strides 4, 8, 16, … or less, a final norm, average pooling and a linear classifier."""
 
     def __init__(
-            self,
-            stages: Sequence[PyramidStage],
-            dims: Sequence[int],
-            strides: Sequence[int],
-            num_classes: int = 1000,
-            in_chans: int = 3,
-            global_pool: str = 'avg',
-            drop_rate: float = 0.,
-            norm: nn.Module | None = None,
-            device=None,
-            dtype=None,
+        self,
+        stages: Sequence[PyramidStage],
+        dims: Sequence[int],
+        strides: Sequence[int],
+        num_classes: int = 1000,
+        in_chans: int = 3,
+        global_pool: str = 'avg',
+        drop_rate: float = 0.0,
+        norm: nn.Module | None = None,
+        device=None,
+        dtype=None,
     ):
         """
         Args:
@@ -93,7 +89,8 @@ class PyramidTransformer(nn.Module):
         self.num_features = self.head_hidden_size = dims[-1]
         self.feature_info = [
             dict(num_chs=dim, reduction=stride, module=f'stages.{i}')
-            for i, (dim, stride) in enumerate(zip(dims, strides, strict=True))]
+            for i, (dim, stride) in enumerate(zip(dims, strides, strict=True))
+        ]
         dilate([stage.patch_embed for stage in stages], strides)
 
         self.stages = nn.Sequential(*stages)
@@ -104,7 +101,7 @@ class PyramidTransformer(nn.Module):
 
     def _init_weights(self, m: nn.Module) -> None:
         if isinstance(m, nn.Linear):
-            trunc_normal_(m.weight, std=.02)
+            trunc_normal_(m.weight, std=0.02)
             if m.bias is not None:
                 nn.init.zeros_(m.bias)
 
@@ -125,7 +122,9 @@ class PyramidTransformer(nn.Module):
     def group_matcher(self, coarse: bool = False) -> dict:
         return dict(
             stem=r'^stages\.0\.(?:patch_embed|pos_embed)',
-            blocks=r'^stages\.(\d+)' if coarse else [
+            blocks=r'^stages\.(\d+)'
+            if coarse
+            else [
                 (r'^stages\.(\d+)\.(?:patch_embed|pos_embed)', (0,)),
                 (r'^stages\.(\d+)\.blocks\.(\d+)', None),
                 (r'^norm', (99999,)),
@@ -158,13 +157,13 @@ class PyramidTransformer(nn.Module):
         self.head = self._create_head(**get_device_dtype(self)).train(self.training)
 
     def forward_intermediates(
-            self,
-            x: torch.Tensor,
-            indices: int | list[int] | None = None,
-            norm: bool = False,
-            stop_early: bool = False,
-            output_fmt: str = 'NCHW',
-            intermediates_only: bool = False,
+        self,
+        x: torch.Tensor,
+        indices: int | list[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = 'NCHW',
+        intermediates_only: bool = False,
     ) -> list[torch.Tensor] | tuple[torch.Tensor, list[torch.Tensor]]:
         """Forward features that returns the maps of chosen stages.
 
@@ -183,7 +182,7 @@ class PyramidTransformer(nn.Module):
         take_indices, max_index = feature_take_indices(len(self.stages), indices)
         last = len(self.stages) - 1
         intermediates = []
-        for i, stage in enumerate(self.stages[:max_index + 1] if stop_early else self.stages):
+        for i, stage in enumerate(self.stages[: max_index + 1] if stop_early else self.stages):
             x = stage(x)
             final = self._norm(x) if i == last else x
             if i in take_indices:
@@ -193,16 +192,13 @@ class PyramidTransformer(nn.Module):
         return final, intermediates
 
     def prune_intermediate_layers(
-            self,
-            indices: int | list[int] = 1,
-            prune_norm: bool = False,
-            prune_head: bool = True,
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
         """Drop what the intermediates at `indices` don't need; returns the indices of the stages kept."""
         kept, last = feature_take_indices(len(self.stages), indices)
         shorter = last + 1 < len(self.stages)
         if shorter:
-            del self.stages[last + 1:]
+            del self.stages[last + 1 :]
             self.num_features = self.head_hidden_size = self.feature_info[last]['num_chs']
         if shorter or prune_norm:
             self.norm = nn.Identity()

@@ -1,4 +1,5 @@
 """The released models: where their official weights are, what these reach, and how `pretrained=True` gets them."""
+
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +9,7 @@ from torch import nn
 
 from ..errors import UsageError
 
-__all__ = [
-    'RELEASES', 'TAG', 'Release', 'build_released_model', 'hub_repository', 'official_url', 'use_hub',
-]
+__all__ = ['RELEASES', 'TAG', 'Release', 'build_released_model', 'hub_repository', 'official_url', 'use_hub']
 
 TAG = 'leaplab_in1k'
 HUB_VARIABLE = 'FLATTEN_ZOO_HUB'
@@ -20,6 +19,7 @@ SHARE = 'https://cloud.tsinghua.edu.cn/f/{}/?dl=1'
 @dataclass(frozen=True)
 class Release:
     """Official ImageNet-1K weights of a model, and the accuracy in percent that the authors report for them."""
+
     address: str
     top1: float
     top5: float | None = None
@@ -83,17 +83,18 @@ def _weights_source(cfg: PretrainedCfg, cache_dir: str | Path | None) -> dict:
     if repository := hub_repository(cfg):
         return {'hf_hub_id': repository}
     from ..weights import official_weights  # only here, and late: reading and converting files builds on the networks
+
     return {'file': str(official_weights(cfg, cache_dir))}
 
 
 def build_released_model(
-        model_cls: type[nn.Module],
-        variant: str,
-        pretrained: bool,
-        pretrained_cfg: str | dict | PretrainedCfg | None = None,
-        pretrained_cfg_overlay: dict | None = None,
-        cache_dir: str | Path | None = None,
-        **kwargs,
+    model_cls: type[nn.Module],
+    variant: str,
+    pretrained: bool,
+    pretrained_cfg: str | dict | PretrainedCfg | None = None,
+    pretrained_cfg_overlay: dict | None = None,
+    cache_dir: str | Path | None = None,
+    **kwargs,
 ) -> nn.Module:
     """timm's `build_model_with_cfg`, for families some of whose weights are official files."""
     if pretrained:

@@ -7,6 +7,7 @@ stages, features and plain ResNet weights stay what they are in timm.
 The pretrained tags `*_untrained_attn` are timm's ImageNet weights of the plain ResNet. THE ATTENTION IN THEM IS
 UNTRAINED: its branch starts at zero, and the outputs are the plain ResNet's, bit for bit, until it is trained.
 """
+
 from dataclasses import replace
 from typing import Any
 
@@ -50,16 +51,16 @@ class AttentionResNet(CheckedClassifier, ResNet):
     """
 
     def __init__(
-            self,
-            block: type[nn.Module],
-            layers: tuple[int, ...],
-            attn_layer: type[nn.Module] = EfficientAttention,
-            attn_stages: str | tuple[str, ...] = ('layer3', 'layer4'),
-            attn_kwargs: dict[str, Any] | None = None,
-            zero_init_last: bool = True,
-            device=None,
-            dtype=None,
-            **kwargs,
+        self,
+        block: type[nn.Module],
+        layers: tuple[int, ...],
+        attn_layer: type[nn.Module] = EfficientAttention,
+        attn_stages: str | tuple[str, ...] = ('layer3', 'layer4'),
+        attn_kwargs: dict[str, Any] | None = None,
+        zero_init_last: bool = True,
+        device=None,
+        dtype=None,
+        **kwargs,
     ):
         check_arguments(**kwargs)
         super().__init__(block, layers, zero_init_last=zero_init_last, device=device, dtype=dtype, **kwargs)
@@ -69,7 +70,8 @@ class AttentionResNet(CheckedClassifier, ResNet):
             if stage not in stage_channels:
                 raise ValueError(f'attn_stages must be of {tuple(stage_channels)}, got {attn_stages!r}')
             attn = attn_layer(
-                stage_channels[stage], **{**(attn_kwargs or {}), 'residual': True, 'device': device, 'dtype': dtype})
+                stage_channels[stage], **{**(attn_kwargs or {}), 'residual': True, 'device': device, 'dtype': dtype}
+            )
             if zero_init_last:
                 attn.zero_init_last()
             self.get_submodule(stage).add_module('attn', attn)
@@ -109,13 +111,17 @@ def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: AttentionRe
         state_dict = {**state_dict, **{k: v for k, v in model.state_dict().items() if is_attention(k)}}
     # timm loads leniently when the number of classes differs, hence the check here. Classifiers are timm's business,
     # and batch counters are not in older files.
-    names = {k for k in state_dict.keys() ^ model.state_dict().keys()
-             if not k.startswith('fc.') and not k.endswith('.num_batches_tracked')}
+    names = {
+        k
+        for k in state_dict.keys() ^ model.state_dict().keys()
+        if not k.startswith('fc.') and not k.endswith('.num_batches_tracked')
+    }
     if names:
         missing, unexpected = sorted(names - state_dict.keys()), sorted(names & state_dict.keys())
         raise RuntimeError(
             f'weights do not belong to this network: {len(missing)} tensors missing {missing[:3]}, '
-            f'{len(unexpected)} unexpected {unexpected[:3]}')
+            f'{len(unexpected)} unexpected {unexpected[:3]}'
+        )
     return state_dict
 
 
@@ -125,7 +131,8 @@ def _create_attention_resnet(variant: str, pretrained: bool = False, **kwargs) -
     if 'out_indices' in kwargs:
         check_out_indices(kwargs['out_indices'], 1 + len(kwargs['layers']))
     return build_model_with_cfg(
-        AttentionResNet, variant, pretrained, pretrained_filter_fn=checkpoint_filter_fn, **kwargs)
+        AttentionResNet, variant, pretrained, pretrained_filter_fn=checkpoint_filter_fn, **kwargs
+    )
 
 
 def _default_cfgs() -> dict[str, Any]:
@@ -135,7 +142,8 @@ def _default_cfgs() -> dict[str, Any]:
         plain = get_pretrained_cfg(architecture)
         for kind in OPERATORS:
             cfgs[f'{kind}_{architecture}.{plain.tag}_untrained_attn'] = replace(
-                plain, description=f'ImageNet weights of {architecture}.{plain.tag}; the attention is untrained')
+                plain, description=f'ImageNet weights of {architecture}.{plain.tag}; the attention is untrained'
+            )
     return generate_default_cfgs(cfgs)
 
 

@@ -8,18 +8,13 @@ Papers:
     * `CSWin Transformer: A General Vision Transformer Backbone with Cross-Shaped Windows` (CVPR 2022)
         - https://arxiv.org/abs/2107.00652
 """
+
 import re
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from timm.layers import (
-    DropPath,
-    Mlp,
-    calculate_drop_path_rates,
-    to_2tuple,
-    to_ntuple,
-)
+from timm.layers import DropPath, Mlp, calculate_drop_path_rates, to_2tuple, to_ntuple
 from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
@@ -80,7 +75,7 @@ def to_stripes(x: torch.Tensor, stripe_h: int, stripe_w: int) -> torch.Tensor:
 @torch.fx.wrap
 @torch.jit.script_if_tracing
 def attend_in_stripes(
-        qkv: torch.Tensor, num_heads: int, split_size: int, direction: str, dropout: float,
+    qkv: torch.Tensor, num_heads: int, split_size: int, direction: str, dropout: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention in the stripes of a (B, H, W, 3, C) map, and their values: (B · stripes, height, width, C) each."""
     B, H, W, _, C = qkv.shape
@@ -143,10 +138,7 @@ class FocusedLinearBranch(FocusedLinearCore):
             self.get_v = None
 
     def depthwise_matrix(
-            self,
-            channel: int,
-            grid_size: tuple[int, int],
-            queries: Sequence[int] | torch.Tensor | None = None,
+        self, channel: int, grid_size: tuple[int, int], queries: Sequence[int] | torch.Tensor | None = None
     ) -> torch.Tensor:
         """With LePE, which is another depthwise term."""
         rows = super().depthwise_matrix(channel, grid_size, queries)
@@ -163,14 +155,14 @@ class StripeBranch(nn.Module):
     """
 
     def __init__(
-            self,
-            num_heads: int,
-            head_dim: int,
-            split_size: int,
-            direction: str,
-            attn_drop: float = 0.,
-            device=None,
-            dtype=None,
+        self,
+        num_heads: int,
+        head_dim: int,
+        split_size: int,
+        direction: str,
+        attn_drop: float = 0.0,
+        device=None,
+        dtype=None,
     ):
         """
         Args:
@@ -187,7 +179,7 @@ class StripeBranch(nn.Module):
         self.get_v = LocallyEnhancedPositionalEncoding(num_heads * head_dim, device=device, dtype=dtype)
 
     def forward(self, qkv: torch.Tensor) -> torch.Tensor:
-        dropout = self.attn_drop if self.training else 0.
+        dropout = self.attn_drop if self.training else 0.0
         x, v = attend_in_stripes(qkv, self.num_heads, self.split_size, self.direction, dropout)
         return from_stripes(x + self.get_v(v), qkv, self.split_size, self.direction)
 
@@ -196,23 +188,23 @@ class FlattenCSwinBlock(nn.Module):
     """Cross-shaped or focused linear attention and MLP, each with pre-norm and residual, over a (B, H, W, dim) map."""
 
     def __init__(
-            self,
-            dim: int,
-            num_heads: int,
-            attn_type: str,
-            grid_size: tuple[int, int],
-            split_size: int,
-            last_stage: bool = False,
-            focusing_factor: float = 3,
-            kernel_size: int = 5,
-            mlp_ratio: float = 4.,
-            qkv_bias: bool = True,
-            proj_drop: float = 0.,
-            attn_drop: float = 0.,
-            drop_path: float = 0.,
-            norm_layer: type[nn.Module] = nn.LayerNorm,
-            device=None,
-            dtype=None,
+        self,
+        dim: int,
+        num_heads: int,
+        attn_type: str,
+        grid_size: tuple[int, int],
+        split_size: int,
+        last_stage: bool = False,
+        focusing_factor: float = 3,
+        kernel_size: int = 5,
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = True,
+        proj_drop: float = 0.0,
+        attn_drop: float = 0.0,
+        drop_path: float = 0.0,
+        norm_layer: type[nn.Module] = nn.LayerNorm,
+        device=None,
+        dtype=None,
     ):
         """
         Args:
@@ -229,26 +221,36 @@ class FlattenCSwinBlock(nn.Module):
         directions = ['whole'] if last_stage or attn_type == 'linear' else ['vertical', 'horizontal']
         if dim % num_heads or num_heads % len(directions):
             raise ValueError(
-                f'num_heads={num_heads} must divide dim={dim} and be a multiple of {len(directions)} branches')
+                f'num_heads={num_heads} must divide dim={dim} and be a multiple of {len(directions)} branches'
+            )
         head_dim = dim // num_heads
 
         self.norm1 = norm_layer(dim, **dd)
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **dd)
         if attn_type == 'linear':
-            self.attns = nn.ModuleList([FocusedLinearBranch(
-                num_heads, head_dim, grid_size, focusing_factor=focusing_factor, kernel_size=kernel_size, **dd)])
+            self.attns = nn.ModuleList(
+                [
+                    FocusedLinearBranch(
+                        num_heads, head_dim, grid_size, focusing_factor=focusing_factor, kernel_size=kernel_size, **dd
+                    )
+                ]
+            )
         else:
-            self.attns = nn.ModuleList([
-                StripeBranch(num_heads // len(directions), head_dim, split_size, direction, attn_drop=attn_drop, **dd)
-                for direction in directions
-            ])
+            self.attns = nn.ModuleList(
+                [
+                    StripeBranch(
+                        num_heads // len(directions), head_dim, split_size, direction, attn_drop=attn_drop, **dd
+                    )
+                    for direction in directions
+                ]
+            )
         self.proj = nn.Linear(dim, dim, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
-        self.drop_path1 = DropPath(drop_path) if drop_path > 0. else nn.Identity()
+        self.drop_path1 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
 
         self.norm2 = norm_layer(dim, **dd)
         self.mlp = Mlp(dim, hidden_features=int(dim * mlp_ratio), drop=proj_drop, **dd)
-        self.drop_path2 = DropPath(drop_path) if drop_path > 0. else nn.Identity()
+        self.drop_path2 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
 
     def _attn(self, x: torch.Tensor) -> torch.Tensor:
         # every branch takes its share of the channels of queries, keys and values
@@ -275,29 +277,29 @@ class FlattenCSwin(PyramidTransformer):
     """
 
     def __init__(
-            self,
-            img_size: int | tuple[int, int] = 224,
-            in_chans: int = 3,
-            num_classes: int = 1000,
-            global_pool: str = 'avg',
-            depths: Sequence[int] = (2, 4, 18, 1),
-            embed_dim: int = 64,
-            num_heads: Sequence[int] = (2, 4, 8, 16),
-            attn_types: str | Sequence[str] = ('linear', 'linear', 'softmax', 'softmax'),
-            focusing_factor: float = 3,
-            kernel_size: int = 5,
-            split_sizes: int | Sequence[int] = (1, 2, 7, 7),
-            mlp_ratio: float = 4.,
-            qkv_bias: bool = True,
-            drop_rate: float = 0.,
-            proj_drop_rate: float = 0.,
-            attn_drop_rate: float = 0.,
-            drop_path_rate: float = 0.,
-            norm_layer: type[nn.Module] = nn.LayerNorm,
-            dynamic_img_size: bool = True,
-            output_stride: int = 32,
-            device=None,
-            dtype=None,
+        self,
+        img_size: int | tuple[int, int] = 224,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = 'avg',
+        depths: Sequence[int] = (2, 4, 18, 1),
+        embed_dim: int = 64,
+        num_heads: Sequence[int] = (2, 4, 8, 16),
+        attn_types: str | Sequence[str] = ('linear', 'linear', 'softmax', 'softmax'),
+        focusing_factor: float = 3,
+        kernel_size: int = 5,
+        split_sizes: int | Sequence[int] = (1, 2, 7, 7),
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = True,
+        drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        norm_layer: type[nn.Module] = nn.LayerNorm,
+        dynamic_img_size: bool = True,
+        output_stride: int = 32,
+        device=None,
+        dtype=None,
     ):
         """
         Args:
@@ -344,7 +346,7 @@ class FlattenCSwin(PyramidTransformer):
         split_sizes = to_ntuple(num_stages)(split_sizes)
         if min(split_sizes) <= 0:
             raise ValueError(f'split_sizes must be positive, got {split_sizes}')
-        dims = [embed_dim * 2 ** i for i in range(num_stages)]
+        dims = [embed_dim * 2**i for i in range(num_stages)]
         drop_path_rates = calculate_drop_path_rates(drop_path_rate, depths, stagewise=True)
         strides = stage_strides(num_stages, output_stride)
         stages = []
@@ -352,23 +354,26 @@ class FlattenCSwin(PyramidTransformer):
         for i in range(num_stages):
             kernel_stride = (7, 4) if i == 0 else (3, 2)
             grid_size = tuple(-(-size // strides[i]) for size in to_2tuple(img_size))
-            blocks = [FlattenCSwinBlock(
-                dims[i],
-                num_heads=num_heads[i],
-                attn_type=attn_types[i],
-                grid_size=grid_size,
-                split_size=split_sizes[i],
-                last_stage=i == num_stages - 1,
-                focusing_factor=focusing_factor,
-                kernel_size=kernel_size,
-                mlp_ratio=mlp_ratio,
-                qkv_bias=qkv_bias,
-                proj_drop=proj_drop_rate,
-                attn_drop=attn_drop_rate,
-                drop_path=drop_path,
-                norm_layer=norm_layer,
-                **dd,
-            ) for drop_path in drop_path_rates[i]]
+            blocks = [
+                FlattenCSwinBlock(
+                    dims[i],
+                    num_heads=num_heads[i],
+                    attn_type=attn_types[i],
+                    grid_size=grid_size,
+                    split_size=split_sizes[i],
+                    last_stage=i == num_stages - 1,
+                    focusing_factor=focusing_factor,
+                    kernel_size=kernel_size,
+                    mlp_ratio=mlp_ratio,
+                    qkv_bias=qkv_bias,
+                    proj_drop=proj_drop_rate,
+                    attn_drop=attn_drop_rate,
+                    drop_path=drop_path,
+                    norm_layer=norm_layer,
+                    **dd,
+                )
+                for drop_path in drop_path_rates[i]
+            ]
             stages.append(PyramidStage(ConvEmbed(dim, dims[i], *kernel_stride, **dd), blocks))
             dim = dims[i]
         super().__init__(
@@ -418,12 +423,14 @@ def _cfg(**kwargs) -> dict:
     return flatten_cfg(first_conv='stages.0.patch_embed.proj', classifier='head', **kwargs)
 
 
-default_cfgs = generate_default_cfgs({
-    'flatten_cswin_t.leaplab_in1k': _cfg(url=official_url('flatten_cswin_t')),
-    'flatten_cswin_s.untrained': _cfg(),
-    'flatten_cswin_b.untrained': _cfg(),
-    'flatten_cswin_b_384.untrained': _cfg(input_size=(3, 384, 384), pool_size=(12, 12), crop_pct=384 / 438),
-})
+default_cfgs = generate_default_cfgs(
+    {
+        'flatten_cswin_t.leaplab_in1k': _cfg(url=official_url('flatten_cswin_t')),
+        'flatten_cswin_s.untrained': _cfg(),
+        'flatten_cswin_b.untrained': _cfg(),
+        'flatten_cswin_b_384.untrained': _cfg(input_size=(3, 384, 384), pool_size=(12, 12), crop_pct=384 / 438),
+    }
+)
 
 
 @register_model
@@ -451,5 +458,6 @@ def flatten_cswin_b(pretrained=False, **kwargs) -> FlattenCSwin:
 def flatten_cswin_b_384(pretrained=False, **kwargs) -> FlattenCSwin:
     """FLatten-CSwin-B, native at 384x384"""
     model_args = dict(
-        img_size=384, embed_dim=96, depths=(3, 6, 29, 2), num_heads=(4, 8, 16, 32), split_sizes=(1, 2, 12, 12))
+        img_size=384, embed_dim=96, depths=(3, 6, 29, 2), num_heads=(4, 8, 16, 32), split_sizes=(1, 2, 12, 12)
+    )
     return _create_flatten_cswin('flatten_cswin_b_384', pretrained=pretrained, **dict(model_args, **kwargs))

@@ -6,6 +6,7 @@ Papers:
     * `Training data-efficient image transformers & distillation through attention` (ICML 2021)
         - https://arxiv.org/abs/2012.12877
 """
+
 from collections.abc import Sequence
 
 import torch
@@ -27,16 +28,17 @@ torch.fx.wrap('resample_positions')  # branches on sizes
 
 class FlattenViTBlock(nn.Module):
     """A ViT block over (B, H, W, dim) maps, with focused linear attention or its own."""
+
     linear: torch.jit.Final[bool]
 
     def __init__(
-            self,
-            block: Block,
-            attn_type: str,
-            grid_size: tuple[int, int],
-            dynamic_grid_size: bool = False,
-            focusing_factor: float = 3,
-            kernel_size: int = 5,
+        self,
+        block: Block,
+        attn_type: str,
+        grid_size: tuple[int, int],
+        dynamic_grid_size: bool = False,
+        focusing_factor: float = 3,
+        kernel_size: int = 5,
     ):
         """
         Args:
@@ -53,11 +55,7 @@ class FlattenViTBlock(nn.Module):
         self.attn = block.attn
         if self.linear:
             self.attn = focused_twin(
-                block.attn,
-                grid_size,
-                dynamic_grid_size,
-                focusing_factor=focusing_factor,
-                kernel_size=kernel_size,
+                block.attn, grid_size, dynamic_grid_size, focusing_factor=focusing_factor, kernel_size=kernel_size
             )
         self.ls1 = block.ls1
         self.drop_path1 = block.drop_path1
@@ -86,19 +84,20 @@ class FlattenViT(CheckedClassifier, VisionTransformer):
     Weight decay spares biases, norms and, as in DeiT, `pos_embed`; not `scale` and `positional_encoding`, which the
     authors of focused linear attention decay.
     """
+
     output_fmt = 'NHWC'
 
     def __init__(
-            self,
-            img_size: int | tuple[int, int] = 224,
-            *,
-            attn_types: str | Sequence[str] = 'linear',
-            focusing_factor: float = 3,
-            kernel_size: int = 5,
-            global_pool: str = 'avg',
-            class_token: bool = False,
-            embed_layer: type[nn.Module] = PatchEmbed,
-            **kwargs,
+        self,
+        img_size: int | tuple[int, int] = 224,
+        *,
+        attn_types: str | Sequence[str] = 'linear',
+        focusing_factor: float = 3,
+        kernel_size: int = 5,
+        global_pool: str = 'avg',
+        class_token: bool = False,
+        embed_layer: type[nn.Module] = PatchEmbed,
+        **kwargs,
     ):
         """
         Args:
@@ -115,8 +114,7 @@ class FlattenViT(CheckedClassifier, VisionTransformer):
             ValueError: The arguments ask for prefix tokens, or for what the linear attention can't keep.
         """
         check_arguments(**kwargs)
-        super().__init__(
-            img_size, global_pool=global_pool, class_token=class_token, embed_layer=embed_layer, **kwargs)
+        super().__init__(img_size, global_pool=global_pool, class_token=class_token, embed_layer=embed_layer, **kwargs)
         attn_types = resolve_attn_types(attn_types, len(self.blocks), 'blocks')
         flatten_blocks(self, attn_types, focusing_factor=focusing_factor, kernel_size=kernel_size)
 
@@ -182,10 +180,12 @@ def flatten_blocks(model: VisionTransformer, attn_types: Sequence[str], **kwargs
     for block, attn_type in zip(model.blocks, attn_types, strict=True):
         if attn_type == 'linear':
             check_plain_attention(block.attn)
-    model.blocks = nn.Sequential(*[
-        FlattenViTBlock(block, attn_type, model.patch_embed.grid_size, model.dynamic_img_size, **kwargs)
-        for block, attn_type in zip(model.blocks, attn_types, strict=True)
-    ])
+    model.blocks = nn.Sequential(
+        *[
+            FlattenViTBlock(block, attn_type, model.patch_embed.grid_size, model.dynamic_img_size, **kwargs)
+            for block, attn_type in zip(model.blocks, attn_types, strict=True)
+        ]
+    )
 
 
 def check_plain_attention(attn: nn.Module) -> None:
@@ -203,7 +203,8 @@ def check_grid(model: VisionTransformer) -> None:
     if model.num_prefix_tokens:
         raise ValueError(
             f'focused linear attention needs tokens on a grid, and this ViT has {model.num_prefix_tokens} prefix '
-            f'tokens; build it with class_token=False, reg_tokens=0')
+            f'tokens; build it with class_token=False, reg_tokens=0'
+        )
     if not isinstance(model.patch_drop, nn.Identity):
         raise ValueError('focused linear attention needs all tokens of the grid; build the ViT with patch_drop_rate=0')
     if isinstance(model.blocks[0], FlattenViTBlock):
@@ -221,7 +222,8 @@ def checkpoint_filter_fn(checkpoint: dict, model: nn.Module) -> dict[str, torch.
     if grids and 'pos_embed' in state_dict:
         # timm must guess the grid behind a row of position embeddings; the zoo's encodings tell it
         known['pos_embed'] = resample_abs_pos_embed(
-            state_dict.pop('pos_embed'), model.patch_embed.grid_size, grids[0], num_prefix_tokens=0)
+            state_dict.pop('pos_embed'), model.patch_embed.grid_size, grids[0], num_prefix_tokens=0
+        )
     state_dict = vision_transformer.checkpoint_filter_fn(state_dict, model)
     return fit_position_tensors({**state_dict, **known}, model)
 
@@ -243,13 +245,11 @@ def _create_flatten_deit(variant: str, pretrained: bool = False, **kwargs) -> Fl
 
 def _cfg(**kwargs) -> dict:
     return flatten_cfg(
-        fixed_input_size=True, pool_size=(14, 14), first_conv='patch_embed.proj', classifier='head', **kwargs)
+        fixed_input_size=True, pool_size=(14, 14), first_conv='patch_embed.proj', classifier='head', **kwargs
+    )
 
 
-default_cfgs = generate_default_cfgs({
-    'flatten_deit_t.untrained': _cfg(),
-    'flatten_deit_s.untrained': _cfg(),
-})
+default_cfgs = generate_default_cfgs({'flatten_deit_t.untrained': _cfg(), 'flatten_deit_s.untrained': _cfg()})
 
 
 @register_model

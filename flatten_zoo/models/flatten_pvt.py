@@ -6,6 +6,7 @@ Papers:
     * `Pyramid Vision Transformer: A Versatile Backbone for Dense Prediction without Convolutions` (ICCV 2021)
         - https://arxiv.org/abs/2102.12122
 """
+
 import re
 from collections.abc import Sequence
 
@@ -37,25 +38,26 @@ __all__ = ['FlattenPVT']
 
 class FlattenPVTBlock(nn.Module):
     """Attention and MLP, each with pre-norm and residual, over a (B, H, W, dim) map."""
+
     linear: torch.jit.Final[bool]
 
     def __init__(
-            self,
-            dim: int,
-            num_heads: int,
-            grid_size: tuple[int, int],
-            attn_type: str = 'linear',
-            focusing_factor: float = 3,
-            kernel_size: int = 5,
-            sr_ratio: int = 1,
-            mlp_ratio: float = 4.,
-            qkv_bias: bool = True,
-            proj_drop: float = 0.,
-            attn_drop: float = 0.,
-            drop_path: float = 0.,
-            norm_layer: type[nn.Module] = LayerNorm,
-            device=None,
-            dtype=None,
+        self,
+        dim: int,
+        num_heads: int,
+        grid_size: tuple[int, int],
+        attn_type: str = 'linear',
+        focusing_factor: float = 3,
+        kernel_size: int = 5,
+        sr_ratio: int = 1,
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = True,
+        proj_drop: float = 0.0,
+        attn_drop: float = 0.0,
+        drop_path: float = 0.0,
+        norm_layer: type[nn.Module] = LayerNorm,
+        device=None,
+        dtype=None,
     ):
         """
         Args:
@@ -89,11 +91,11 @@ class FlattenPVTBlock(nn.Module):
                 proj_drop=proj_drop,
                 **dd,
             )
-        self.drop_path1 = DropPath(drop_path) if drop_path > 0. else nn.Identity()
+        self.drop_path1 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
 
         self.norm2 = norm_layer(dim, **dd)
         self.mlp = Mlp(dim, hidden_features=int(dim * mlp_ratio), drop=proj_drop, **dd)
-        self.drop_path2 = DropPath(drop_path) if drop_path > 0. else nn.Identity()
+        self.drop_path2 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
 
     def _attn(self, x: torch.Tensor) -> torch.Tensor:
         if self.linear:
@@ -113,29 +115,29 @@ class FlattenPVT(PyramidTransformer):
     """
 
     def __init__(
-            self,
-            img_size: int | tuple[int, int] = 224,
-            in_chans: int = 3,
-            num_classes: int = 1000,
-            global_pool: str = 'avg',
-            depths: Sequence[int] = (2, 2, 2, 2),
-            embed_dims: Sequence[int] = (64, 128, 320, 512),
-            num_heads: Sequence[int] = (1, 2, 5, 8),
-            attn_types: str | Sequence[str] = 'linear',
-            focusing_factor: float = 3,
-            kernel_size: int = 5,
-            sr_ratios: Sequence[int] = (8, 4, 2, 1),
-            mlp_ratios: Sequence[float] = (8., 8., 4., 4.),
-            qkv_bias: bool = True,
-            drop_rate: float = 0.,
-            proj_drop_rate: float = 0.,
-            attn_drop_rate: float = 0.,
-            drop_path_rate: float = 0.,
-            norm_layer: type[nn.Module] = LayerNorm,
-            dynamic_img_size: bool = True,
-            output_stride: int = 32,
-            device=None,
-            dtype=None,
+        self,
+        img_size: int | tuple[int, int] = 224,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = 'avg',
+        depths: Sequence[int] = (2, 2, 2, 2),
+        embed_dims: Sequence[int] = (64, 128, 320, 512),
+        num_heads: Sequence[int] = (1, 2, 5, 8),
+        attn_types: str | Sequence[str] = 'linear',
+        focusing_factor: float = 3,
+        kernel_size: int = 5,
+        sr_ratios: Sequence[int] = (8, 4, 2, 1),
+        mlp_ratios: Sequence[float] = (8.0, 8.0, 4.0, 4.0),
+        qkv_bias: bool = True,
+        drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        norm_layer: type[nn.Module] = LayerNorm,
+        dynamic_img_size: bool = True,
+        output_stride: int = 32,
+        device=None,
+        dtype=None,
     ):
         """
         Args:
@@ -199,22 +201,25 @@ class FlattenPVT(PyramidTransformer):
                 strict_img_size=False,
                 **dd,
             )
-            blocks = [FlattenPVTBlock(
-                embed_dims[i],
-                num_heads=num_heads[i],
-                grid_size=grid_size,
-                attn_type=attn_types[i],
-                focusing_factor=focusing_factor,
-                kernel_size=kernel_size,
-                sr_ratio=sr_ratios[i],
-                mlp_ratio=mlp_ratios[i],
-                qkv_bias=qkv_bias,
-                proj_drop=proj_drop_rate,
-                attn_drop=attn_drop_rate,
-                drop_path=drop_path,
-                norm_layer=norm_layer,
-                **dd,
-            ) for drop_path in drop_path_rates[i]]
+            blocks = [
+                FlattenPVTBlock(
+                    embed_dims[i],
+                    num_heads=num_heads[i],
+                    grid_size=grid_size,
+                    attn_type=attn_types[i],
+                    focusing_factor=focusing_factor,
+                    kernel_size=kernel_size,
+                    sr_ratio=sr_ratios[i],
+                    mlp_ratio=mlp_ratios[i],
+                    qkv_bias=qkv_bias,
+                    proj_drop=proj_drop_rate,
+                    attn_drop=attn_drop_rate,
+                    drop_path=drop_path,
+                    norm_layer=norm_layer,
+                    **dd,
+                )
+                for drop_path in drop_path_rates[i]
+            ]
             pos_embed = nn.Parameter(torch.empty(1, *grid_size, embed_dims[i], **dd))
             stages.append(PyramidStage(patch_embed, blocks, pos_embed))
             dim = embed_dims[i]
@@ -267,12 +272,14 @@ def _cfg(**kwargs) -> dict:
     return flatten_cfg(first_conv='stages.0.patch_embed.proj', classifier='head', **kwargs)
 
 
-default_cfgs = generate_default_cfgs({
-    'flatten_pvt_t.leaplab_in1k': _cfg(url=official_url('flatten_pvt_t')),
-    'flatten_pvt_s.untrained': _cfg(),
-    'flatten_pvt_m.untrained': _cfg(),
-    'flatten_pvt_b.untrained': _cfg(),
-})
+default_cfgs = generate_default_cfgs(
+    {
+        'flatten_pvt_t.leaplab_in1k': _cfg(url=official_url('flatten_pvt_t')),
+        'flatten_pvt_s.untrained': _cfg(),
+        'flatten_pvt_m.untrained': _cfg(),
+        'flatten_pvt_b.untrained': _cfg(),
+    }
+)
 
 
 @register_model

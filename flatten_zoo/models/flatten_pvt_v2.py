@@ -5,6 +5,7 @@ Papers:
         - https://arxiv.org/abs/2308.00442
     * `PVT v2: Improved Baselines with Pyramid Vision Transformer` - https://arxiv.org/abs/2106.13797
 """
+
 import re
 from collections.abc import Sequence
 
@@ -68,10 +69,7 @@ class FlattenPVTv2Attention(FocusedLinearAttention):
 
 
 def flatten_stages(
-        model: PyramidVisionTransformerV2,
-        attn_types: Sequence[str],
-        img_size: int | tuple[int, int],
-        **kwargs,
+    model: PyramidVisionTransformerV2, attn_types: Sequence[str], img_size: int | tuple[int, int], **kwargs
 ) -> None:
     """Give the linear stages of a PVTv2 focused linear attention, in place.
 
@@ -103,15 +101,15 @@ class FlattenPVTv2(CheckedClassifier, PyramidVisionTransformerV2):
     """
 
     def __init__(
-            self,
-            img_size: int | tuple[int, int] = 224,
-            *,
-            attn_types: str | Sequence[str] = 'linear',
-            focusing_factor: float = 3,
-            kernel_size: int = 5,
-            dynamic_img_size: bool = True,
-            output_stride: int = 32,
-            **kwargs,
+        self,
+        img_size: int | tuple[int, int] = 224,
+        *,
+        attn_types: str | Sequence[str] = 'linear',
+        focusing_factor: float = 3,
+        kernel_size: int = 5,
+        dynamic_img_size: bool = True,
+        output_stride: int = 32,
+        **kwargs,
     ):
         """
         Args:
@@ -163,14 +161,16 @@ def _cfg(**kwargs) -> dict:
     return flatten_cfg(first_conv='patch_embed.proj', classifier='head', **kwargs)
 
 
-default_cfgs = generate_default_cfgs({
-    'flatten_pvt_v2_b0.leaplab_in1k': _cfg(url=official_url('flatten_pvt_v2_b0')),
-    'flatten_pvt_v2_b1.untrained': _cfg(),
-    'flatten_pvt_v2_b2.untrained': _cfg(),
-    'flatten_pvt_v2_b3.untrained': _cfg(),
-    'flatten_pvt_v2_b4.untrained': _cfg(),
-    'flatten_pvt_v2_b5.untrained': _cfg(),
-})
+default_cfgs = generate_default_cfgs(
+    {
+        'flatten_pvt_v2_b0.leaplab_in1k': _cfg(url=official_url('flatten_pvt_v2_b0')),
+        'flatten_pvt_v2_b1.untrained': _cfg(),
+        'flatten_pvt_v2_b2.untrained': _cfg(),
+        'flatten_pvt_v2_b3.untrained': _cfg(),
+        'flatten_pvt_v2_b4.untrained': _cfg(),
+        'flatten_pvt_v2_b5.untrained': _cfg(),
+    }
+)
 
 
 @register_model
@@ -212,5 +212,6 @@ def flatten_pvt_v2_b4(pretrained=False, **kwargs) -> FlattenPVTv2:
 def flatten_pvt_v2_b5(pretrained=False, **kwargs) -> FlattenPVTv2:
     """FLatten-PVTv2-B5 (no official configuration)"""
     model_args = dict(
-        depths=(3, 6, 40, 3), embed_dims=(64, 128, 320, 512), num_heads=(1, 2, 5, 8), mlp_ratios=(4, 4, 4, 4))
+        depths=(3, 6, 40, 3), embed_dims=(64, 128, 320, 512), num_heads=(1, 2, 5, 8), mlp_ratios=(4, 4, 4, 4)
+    )
     return _create_flatten_pvt_v2('flatten_pvt_v2_b5', pretrained=pretrained, **dict(model_args, **kwargs))

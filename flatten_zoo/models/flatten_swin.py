@@ -6,6 +6,7 @@ Papers:
     * `Swin Transformer: Hierarchical Vision Transformer using Shifted Windows` (ICCV 2021)
         - https://arxiv.org/abs/2103.14030
 """
+
 import re
 from collections.abc import Sequence
 
@@ -62,10 +63,7 @@ class FlattenSwinBlock(nn.Module):
 
     @torch.jit.ignore
     def set_input_size(
-            self,
-            feat_size: tuple[int, int],
-            window_size: tuple[int, int],
-            always_partition: bool | None = None,
+        self, feat_size: tuple[int, int], window_size: tuple[int, int], always_partition: bool | None = None
     ) -> None:
         """Resample the positional encoding; windows are those of the softmax stages."""
         self.attn.set_grid_size(feat_size)
@@ -183,8 +181,7 @@ def flatten_stages(model: SwinTransformer, attn_types: Sequence[str], **kwargs) 
     Raises:
         ValueError: A linear stage has other blocks than Swin's; the model is as it was.
     """
-    linear_stages = [
-        stage for stage, attn_type in zip(model.layers, attn_types, strict=True) if attn_type == 'linear']
+    linear_stages = [stage for stage, attn_type in zip(model.layers, attn_types, strict=True) if attn_type == 'linear']
     for stage in linear_stages:
         for block in stage.blocks:
             if type(block) not in (SwinTransformerBlock, WindowBlock):
@@ -211,15 +208,15 @@ class FlattenSwin(CheckedClassifier, SwinTransformer):
     """
 
     def __init__(
-            self,
-            img_size: int | tuple[int, int] = 224,
-            *,
-            attn_types: str | Sequence[str] = ('linear', 'linear', 'softmax', 'softmax'),
-            focusing_factor: float = 3,
-            kernel_size: int = 5,
-            embed_layer: type[nn.Module] = PatchEmbed,
-            output_stride: int = 32,
-            **kwargs,
+        self,
+        img_size: int | tuple[int, int] = 224,
+        *,
+        attn_types: str | Sequence[str] = ('linear', 'linear', 'softmax', 'softmax'),
+        focusing_factor: float = 3,
+        kernel_size: int = 5,
+        embed_layer: type[nn.Module] = PatchEmbed,
+        output_stride: int = 32,
+        **kwargs,
     ):
         """
         Args:
@@ -250,7 +247,8 @@ class FlattenSwin(CheckedClassifier, SwinTransformer):
         if any(getattr(stage.downsample, 'dilation', None) is not None for stage in self.layers):
             raise ValueError(
                 'this Swin has an output_stride below 32, and keeps its image size; build it with img_size=, or with '
-                'dynamic_img_size=True for any')
+                'dynamic_img_size=True for any'
+            )
         super().set_input_size(*args, **kwargs)
 
 
@@ -266,7 +264,8 @@ def checkpoint_filter_fn(checkpoint: dict, model: nn.Module) -> dict[str, torch.
         if key.endswith('relative_position_bias_table') and key not in parameters:
             raise ValueError(
                 f"the checkpoint has window attention where the model has none ('{key}'); "
-                f'build the model with the attn_types of the checkpoint')
+                f'build the model with the attn_types of the checkpoint'
+            )
     return fit_position_tensors(swin_transformer.checkpoint_filter_fn(state_dict, model), model)
 
 
@@ -284,7 +283,8 @@ def official_state_dict(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.
 def official_extras(model: FlattenSwin) -> dict[str, torch.Tensor]:
     """What official checkpoints hold besides: the buffers of window attention."""
     return {
-        key: value for key, value in model.named_buffers() if key.endswith(('relative_position_index', 'attn_mask'))}
+        key: value for key, value in model.named_buffers() if key.endswith(('relative_position_index', 'attn_mask'))
+    }
 
 
 def _create_flatten_swin(variant: str, pretrained: bool = False, **kwargs) -> FlattenSwin:
@@ -306,13 +306,16 @@ def _cfg(**kwargs) -> dict:
     return flatten_cfg(fixed_input_size=True, first_conv='patch_embed.proj', classifier='head.fc', **kwargs)
 
 
-default_cfgs = generate_default_cfgs({
-    'flatten_swin_t.leaplab_in1k': _cfg(url=official_url('flatten_swin_t')),
-    'flatten_swin_s.leaplab_in1k': _cfg(url=official_url('flatten_swin_s')),
-    'flatten_swin_b.leaplab_in1k': _cfg(url=official_url('flatten_swin_b')),
-    'flatten_swin_b_384.leaplab_in1k': _cfg(
-        url=official_url('flatten_swin_b_384'), input_size=(3, 384, 384), pool_size=(12, 12), crop_pct=1.0),
-})
+default_cfgs = generate_default_cfgs(
+    {
+        'flatten_swin_t.leaplab_in1k': _cfg(url=official_url('flatten_swin_t')),
+        'flatten_swin_s.leaplab_in1k': _cfg(url=official_url('flatten_swin_s')),
+        'flatten_swin_b.leaplab_in1k': _cfg(url=official_url('flatten_swin_b')),
+        'flatten_swin_b_384.leaplab_in1k': _cfg(
+            url=official_url('flatten_swin_b_384'), input_size=(3, 384, 384), pool_size=(12, 12), crop_pct=1.0
+        ),
+    }
+)
 
 
 @register_model

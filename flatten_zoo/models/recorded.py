@@ -4,6 +4,7 @@ A checkpoint, a config.json or a run's args.yaml may say which registered model 
 network's constructor, and how its images are prepared. Where weights come from, and whatever else timm's factory does
 for its callers, is not for a file to say.
 """
+
 import functools
 import inspect
 import reprlib
@@ -22,20 +23,36 @@ from .._timm import load_model_config_from_path
 from ..errors import UsageError, first_line
 
 __all__ = [
-    'building', 'check_arguments', 'check_config', 'check_model', 'check_plain', 'check_settings', 'check_size',
-    'meta_model', 'shown',
+    'building',
+    'check_arguments',
+    'check_config',
+    'check_model',
+    'check_plain',
+    'check_settings',
+    'check_size',
+    'meta_model',
+    'shown',
 ]
 
 FACTORY = {  # arguments of timm's factory, or of where a network lives
-    'self', 'cfg', 'device', 'dtype', 'feature_cls', 'features_only', 'out_indices', 'pruned',
-    *inspect.signature(timm.create_model).parameters, *inspect.signature(build_model_with_cfg).parameters}
+    'self',
+    'cfg',
+    'device',
+    'dtype',
+    'feature_cls',
+    'features_only',
+    'out_indices',
+    'pruned',
+    *inspect.signature(timm.create_model).parameters,
+    *inspect.signature(build_model_with_cfg).parameters,
+}
 BATCH_NORM = {'bn_eps', 'bn_momentum', 'bn_tf'}  # arguments that some of timm's families take before their constructor
-LARGEST = 2 ** 16  # whole number, such as a width
+LARGEST = 2**16  # whole number, such as a width
 LARGEST_REAL = 1e6
 DEEPEST = 256  # blocks altogether
 LONGEST = 256  # characters, or entries of a tuple
-LARGEST_SIDE = 2 ** 13  # pixels
-LARGEST_CONFIG = 2 ** 25  # bytes, or names and characters in it
+LARGEST_SIDE = 2**13  # pixels
+LARGEST_CONFIG = 2**25  # bytes, or names and characters in it
 CROP_MODES = ('center', 'squash', 'border')
 WEIGHTS = ('.safetensors', '.pth', '.tar', '.bin')
 
@@ -87,8 +104,7 @@ def check_plain(arguments: object, source: str) -> None:
         if isinstance(value, dict) and key.endswith(('_args', '_kwargs')):  # of the network's layers
             check_plain(value, f'{source}: {key}')
         elif not _is_plain(value) or _blocks(key, value) > DEEPEST:
-            raise UsageError(
-                f'{source} records {key} = {shown(value)}; expected numbers or short text, within bounds')
+            raise UsageError(f'{source} records {key} = {shown(value)}; expected numbers or short text, within bounds')
 
 
 @functools.cache
@@ -134,6 +150,7 @@ def check_settings(settings: Mapping[str, Any], source: str) -> None:
         settings: Options of a run, or timm's configuration of pretrained weights.
         source: What to call the file in errors.
     """
+
     def is_side(value: object, largest: int = LARGEST_SIDE) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= largest
 
@@ -181,7 +198,7 @@ def check_size(model: nn.Module, held: int, source: str) -> None:
         source: What to call the file in errors.
     """
     needed = sum(tensor.nbytes for tensors in (model.parameters(), model.buffers()) for tensor in tensors)
-    if needed > 4 * held + 2 ** 26:  # weights may be stored in fewer bits, and small networks have large buffers
+    if needed > 4 * held + 2**26:  # weights may be stored in fewer bits, and small networks have large buffers
         raise UsageError(f'{source} of {held} bytes records a network of {needed} bytes, which it cannot hold')
 
 
@@ -220,10 +237,10 @@ def check_config(address: str) -> None:
     """
     kind, location = parse_model_name(address)
     source = f"the config.json of '{location}'"
-    held = 2 ** 33
+    held = 2**33
     with building(f"'{address}'"):
         if kind == 'local-dir':
-            held = _bytes_of_weights(Path(location)) or 2 ** 30
+            held = _bytes_of_weights(Path(location)) or 2**30
             cfg, architecture, arguments = load_model_config_from_path(location)
         else:
             cfg, architecture, arguments = load_model_config_from_hf(location)

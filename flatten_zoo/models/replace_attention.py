@@ -1,4 +1,5 @@
 """Linear attention for timm transformers that already exist."""
+
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,12 +40,7 @@ class EfficientTokenAttention(EfficientAttention):
             conv.requires_grad_(trainable)
         self.proj_drop = attn.proj_drop
 
-    def forward(
-            self,
-            x: torch.Tensor,
-            attn_mask: torch.Tensor | None = None,
-            is_causal: bool = False,
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, attn_mask: torch.Tensor | None = None, is_causal: bool = False) -> torch.Tensor:
         if attn_mask is not None or is_causal:
             raise ValueError('efficient attention has no attention matrix: attn_mask and is_causal must be unset')
         q, k, v = self.project(x.transpose(1, 2))
@@ -70,11 +66,11 @@ def replace_by_efficient_attention(model: VisionTransformer, where: Sequence[int
 
 
 def replace_attention(
-        model: nn.Module,
-        attention: str = 'focused_linear',
-        where: Sequence[int] | None = None,
-        img_size: int | tuple[int, int] | None = None,
-        **kwargs: Any,
+    model: nn.Module,
+    attention: str = 'focused_linear',
+    where: Sequence[int] | None = None,
+    img_size: int | tuple[int, int] | None = None,
+    **kwargs: Any,
 ) -> nn.Module:
     """Give blocks or stages of a timm transformer linear attention, in place, keeping their trained projections.
 
@@ -104,12 +100,13 @@ def replace_attention(
     if isinstance(getattr(model, 'feature_info', None), FeatureInfo):
         raise ValueError(
             f'cannot convert a {type(model).__name__}, what features_only=True makes of a network; convert the '
-            f'network, then wrap it: timm.models._features.FeatureGetterNet(network, out_indices=...)')
+            f'network, then wrap it: timm.models._features.FeatureGetterNet(network, out_indices=...)'
+        )
     if attention == 'efficient':
         if not isinstance(model, VisionTransformer):
             raise ValueError(f"attention='efficient' is for a VisionTransformer, got a {type(model).__name__}")
         if img_size or kwargs:
-            further = ', '.join([*['img_size'][:bool(img_size)], *kwargs])
+            further = ', '.join([*['img_size'][: bool(img_size)], *kwargs])
             raise ValueError(f"attention='efficient' takes no further arguments, got {further}")
         replace_by_efficient_attention(model, _chosen(where, len(model.blocks)))
     elif img_size and not isinstance(model, PyramidVisionTransformerV2):
@@ -125,7 +122,8 @@ def replace_attention(
     else:
         raise ValueError(
             f'cannot convert a {type(model).__name__}; what can be converted is a timm VisionTransformer without '
-            f'prefix tokens, a SwinTransformer or a PyramidVisionTransformerV2')
+            f'prefix tokens, a SwinTransformer or a PyramidVisionTransformerV2'
+        )
     for module in set(model.modules()) - before:  # the others keep their mode, such as frozen parts in eval mode
         module.training = model.training
     return model

@@ -1,4 +1,5 @@
 """The way from the options of `flatten-zoo predict` to what it prints and writes."""
+
 import argparse
 import itertools
 
@@ -46,8 +47,13 @@ def run(args: argparse.Namespace) -> int:
     try:
         files = find_pictures(args.images)
         network = open_network(
-            args.model, args.pretrained, args.checkpoint, args.img_size, resolve_device(args.device),
-            features=bool(args.embeddings))
+            args.model,
+            args.pretrained,
+            args.checkpoint,
+            args.img_size,
+            resolve_device(args.device),
+            features=bool(args.embeddings),
+        )
         dataset = Files(files, network.mode) if args.images else _dataset(args, network)
         log.info('%s, images of %d × %d', network.origin, *network.config['input_size'][1:])
         with interrupts_between_batches():
@@ -93,7 +99,8 @@ def _dataset(args: argparse.Namespace, network: Network) -> Dataset:
     for name in ('dataset', 'data_dir', 'dataset_download', 'input_key', 'target_key'):
         setattr(options, name, getattr(args, name))
     return open_dataset(
-        options, args.split, network.config['input_size'][0], args.batch_size, args.num_samples, alone_is_fine=True)
+        options, args.split, network.config['input_size'][0], args.batch_size, args.num_samples, alone_is_fine=True
+    )
 
 
 def _run_over(dataset: Dataset, network: Network, args: argparse.Namespace) -> tuple[list[Record], list[str]]:
@@ -108,12 +115,14 @@ def _run_over(dataset: Dataset, network: Network, args: argparse.Namespace) -> t
                 continue
             outputs = network(images)
             finite = outputs.isfinite().all(1)
-            failures += [f"'{printable(name)}' gives values that are infinite or not a number"
-                         for name in itertools.compress(names, ~finite)]
+            failures += [
+                f"'{printable(name)}' gives values that are infinite or not a number"
+                for name in itertools.compress(names, ~finite)
+            ]
             names, outputs = list(itertools.compress(names, finite)), outputs[finite]
             records += (
-                features(names, outputs) if args.embeddings
-                else predictions(names, outputs, network.labels, args.topk))
+                features(names, outputs) if args.embeddings else predictions(names, outputs, network.labels, args.topk)
+            )
     return records, failures
 
 

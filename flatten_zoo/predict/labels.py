@@ -1,4 +1,5 @@
 """What the classes of a network are called."""
+
 import re
 from collections.abc import Mapping
 from typing import Any

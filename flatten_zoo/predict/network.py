@@ -1,4 +1,5 @@
 """A network to predict with: a model of timm, or an exported ONNX file, with its preprocessing and its classes."""
+
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ class Network:
         labels: Names of the classes; empty for features.
         origin: What it is, and where its weights come from, in words.
     """
+
     run: Callable[[torch.Tensor], torch.Tensor]
     config: dict[str, Any]
     labels: list[str]
@@ -58,12 +60,12 @@ class Network:
 
 
 def open_network(
-        name: str | None,
-        pretrained: bool,
-        checkpoint: Path | None,
-        img_size: Sequence[int] | None,
-        device: torch.device,
-        features: bool,
+    name: str | None,
+    pretrained: bool,
+    checkpoint: Path | None,
+    img_size: Sequence[int] | None,
+    device: torch.device,
+    features: bool,
 ) -> Network:
     """The network that the options name.
 
@@ -100,8 +102,11 @@ def open_network(
         config['input_size'] = (config['input_size'][0], *two_sides(img_size))
     model = model.to(device)
     return Network(
-        lambda images: _outputs(model, images.to(device), features).float().cpu(), config,
-        [] if features else class_labels(cfg, model.num_classes), f'{cfg["architecture"]} ({weights})')
+        lambda images: _outputs(model, images.to(device), features).float().cpu(),
+        config,
+        [] if features else class_labels(cfg, model.num_classes),
+        f'{cfg["architecture"]} ({weights})',
+    )
 
 
 def _outputs(model: nn.Module, images: torch.Tensor, features: bool) -> torch.Tensor:
@@ -134,8 +139,10 @@ def _exported(path: Path, img_size: Sequence[int] | None, features: bool) -> Net
         tag = split_model_name_tag(about['model'])[1]
         weights = printable(about['weights'])
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as e:
-        raise UsageError(f"--model '{path}': {source} beside it does not describe it: {first_line(e)}; "
-                         f'write both with `flatten-zoo export`') from e
+        raise UsageError(
+            f"--model '{path}': {source} beside it does not describe it: {first_line(e)}; "
+            f'write both with `flatten-zoo export`'
+        ) from e
     if weights == 'untrained':
         raise UsageError(f"--model '{path}' has random weights: export it with --pretrained or --checkpoint FILE")
     if features != (output['name'] == 'embedding') or not features and not classes:
@@ -156,5 +163,8 @@ def _exported(path: Path, img_size: Sequence[int] | None, features: bool) -> Net
 
     own = {'label_names': output.get('label_names'), 'tag': tag}
     return Network(
-        run, resolve_data_config(pretrained_cfg=config), [] if features else class_labels(own, classes),
-        f'{path} ({weights})')
+        run,
+        resolve_data_config(pretrained_cfg=config),
+        [] if features else class_labels(own, classes),
+        f'{path} ({weights})',
+    )

@@ -1,4 +1,5 @@
 """Pictures to predict on: which there are, and reading them."""
+
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

@@ -1,4 +1,5 @@
 """What was predicted, as a table, CSV, JSON, JSON Lines and Parquet; features as arrays."""
+
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +13,16 @@ from ..figures import check_path, save_arrays, written_whole
 from ..tables import Table, as_csv
 
 __all__ = [
-    'EMBEDDING_FORMATS', 'FORMATS', 'Record', 'check_file', 'features', 'predictions', 'predictions_table',
-    'predictions_text', 'save_embeddings', 'save_predictions',
+    'EMBEDDING_FORMATS',
+    'FORMATS',
+    'Record',
+    'check_file',
+    'features',
+    'predictions',
+    'predictions_table',
+    'predictions_text',
+    'save_embeddings',
+    'save_predictions',
 ]
 
 FORMATS = ('csv', 'json', 'jsonl', 'parquet')
@@ -35,7 +44,8 @@ def predictions(names: Sequence[str], scores: torch.Tensor, labels: Sequence[str
     probabilities, indices = scores.softmax(1).topk(min(topk, len(labels)))
     return [
         {'filename': name, 'index': index, 'label': [labels[i] for i in index], 'prob': prob}
-        for name, index, prob in zip(names, indices.tolist(), probabilities.tolist(), strict=True)]
+        for name, index, prob in zip(names, indices.tolist(), probabilities.tolist(), strict=True)
+    ]
 
 
 def features(names: Sequence[str], embeddings: torch.Tensor) -> list[Record]:
@@ -63,8 +73,13 @@ def predictions_text(records: Sequence[Record], format: str) -> str:
         return '\n'.join(map(json.dumps, records))
     ranks = range(len(records[0]['index']))
     header = ['filename', *(f'{key}_{rank + 1}' for rank in ranks for key in ('index', 'label', 'prob'))]
-    return as_csv(header, [
-        [r['filename'], *(str(r[key][rank]) for rank in ranks for key in ('index', 'label', 'prob'))] for r in records])
+    return as_csv(
+        header,
+        [
+            [r['filename'], *(str(r[key][rank]) for rank in ranks for key in ('index', 'label', 'prob'))]
+            for r in records
+        ],
+    )
 
 
 def check_file(option: str, path: Path, formats: Sequence[str], format: str | None = None) -> str:
@@ -91,6 +106,7 @@ def save_predictions(records: Sequence[Record], path: Path, format: str) -> None
     """
     if format == 'parquet':
         import pyarrow as pa
+
         _write_parquet(pa.Table.from_pylist(records), path)
         return
     with written_whole(path) as unfinished:
@@ -109,11 +125,13 @@ def save_embeddings(records: Sequence[Record], path: Path, format: str) -> None:
         save_arrays({'filename': np.array(names), 'embedding': embeddings}, path)
         return
     import pyarrow as pa
+
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(embeddings.ravel()), embeddings.shape[1])
     _write_parquet(pa.table({'filename': names, 'embedding': vectors}), path)
 
 
 def _write_parquet(table, path: Path) -> None:
     import pyarrow.parquet
+
     with written_whole(path) as unfinished:
         pyarrow.parquet.write_table(table, unfinished)

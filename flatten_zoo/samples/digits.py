@@ -3,6 +3,7 @@
 1797 images of 8 × 8 pixels in ten classes, from the test part of the UCI data set 'Optical Recognition of Handwritten
 Digits'. They ship inside scikit-learn, so nothing is downloaded.
 """
+
 import argparse
 import sys
 from collections.abc import Sequence
@@ -60,7 +61,8 @@ def write_digits(folder: str | Path) -> bool:
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the digits where the command line says."""
     parser = argparse.ArgumentParser(
-        prog='python -m flatten_zoo.samples.digits', description='Write the handwritten digits as an image folder.')
+        prog='python -m flatten_zoo.samples.digits', description='Write the handwritten digits as an image folder.'
+    )
     parser.add_argument('folder', nargs='?', default='data/digits', help='folder to make (default: %(default)s)')
     folder = parser.parse_args(argv).folder
     done = 'written to' if write_digits(folder) else 'already in'

@@ -3,6 +3,7 @@
 Circles, squares and triangles of any colour and orientation before a mottled background: the classes differ in their
 outline alone. Shapes may hide a part of those before them; boxes and masks are those of what can be seen.
 """
+
 import json
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,7 @@ _MAX_SHAPES = 4
 _MIN_VISIBLE = 0.6  # of each shape's area
 
 
-def write_shapes(
-        folder: str | Path,
-        num_images: int,
-        image_size: int | tuple[int, int] = 128,
-        seed: int = 0,
-) -> bool:
+def write_shapes(folder: str | Path, num_images: int, image_size: int | tuple[int, int] = 128, seed: int = 0) -> bool:
     """Write `FOLDER/images/*.png` and `FOLDER/instances.json`.
 
     The same arguments always give the same data, and image I is the same however many there are. The folder appears
@@ -67,9 +63,15 @@ def write_shapes(
             Image.fromarray(pixels).save(temporary / 'images' / file_name)
             images.append({'id': image_id, 'file_name': file_name, 'height': height, 'width': width})
             for category_id, visible in objects:
-                annotations.append({
-                    'id': len(annotations) + 1,  # pycocotools takes 0 for no match
-                    'image_id': image_id, 'category_id': category_id, 'iscrowd': 0, **_annotate(visible)})
+                annotations.append(
+                    {
+                        'id': len(annotations) + 1,  # pycocotools takes 0 for no match
+                        'image_id': image_id,
+                        'category_id': category_id,
+                        'iscrowd': 0,
+                        **_annotate(visible),
+                    }
+                )
         categories = [{'id': i, 'name': name} for i, name in enumerate(SHAPES, start=1)]
         content = {'info': info, 'images': images, 'annotations': annotations, 'categories': categories}
         (temporary / 'instances.json').write_text(json.dumps(content))
@@ -124,7 +126,8 @@ def _mottle(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
     y, x = np.mgrid[:height, :width] / min(height, width)
     waves = [
         np.sin(2 * np.pi * (frequency @ [y.ravel(), x.ravel()] + phase))
-        for frequency, phase in zip(rng.normal(scale=2, size=(3, 2)), rng.uniform(size=3), strict=True)]
+        for frequency, phase in zip(rng.normal(scale=2, size=(3, 2)), rng.uniform(size=3), strict=True)
+    ]
     return 0.05 * sum(waves).reshape(height, width, 1)
 
 

@@ -2,6 +2,7 @@
 
 A run has a `TrainingState`, of which `Checkpoints` writes files and brings it back from one.
 """
+
 import argparse
 import math
 import os
@@ -29,8 +30,17 @@ from .processes import gathered, is_first, rank, world_size
 from .report import log
 
 __all__ = [
-    'Checkpoints', 'Position', 'TrainingState', 'find_resumed', 'first_epoch', 'last_checkpoint', 'random_state',
-    'read_saved', 'remove_unfinished', 'run_checkpoint', 'set_random_state',
+    'Checkpoints',
+    'Position',
+    'TrainingState',
+    'find_resumed',
+    'first_epoch',
+    'last_checkpoint',
+    'random_state',
+    'read_saved',
+    'remove_unfinished',
+    'run_checkpoint',
+    'set_random_state',
 ]
 
 BEST, LAST = 'model_best.pth.tar', 'last.pth.tar'
@@ -67,6 +77,7 @@ class Position:
         images: Images in them.
         loss_sum: Sum of their losses.
     """
+
     start: dict[str, Any]
     now: dict[str, Any]
     batches: int = 0
@@ -90,6 +101,7 @@ class TrainingState:
         position: Where in an epoch it is, None between epochs.
         scaler: Scaling of the loss.
     """
+
     args: argparse.Namespace
     dist_bn: str
     numerics: Numerics
@@ -112,7 +124,9 @@ class TrainingState:
         run, *others = gathered(self._own_state()) or [{}]
         if isinstance(self.scheduler, PlateauLRScheduler):
             run['plateau'] = {
-                'state': self.scheduler.lr_scheduler.state_dict(), 'restore_lr': self.scheduler.restore_lr}
+                'state': self.scheduler.lr_scheduler.state_dict(),
+                'restore_lr': self.scheduler.restore_lr,
+            }
         state = {'run': run, 'other_runs': others}
         return state | ({'amp_scaler': self.scaler.state_dict()} if self.scaler.is_enabled() else {})
 
@@ -133,8 +147,12 @@ class TrainingState:
             return []
         models = (self.task.get_trainable_module(ema=ema) for ema in (False, True))
         return [
-            buffer for model in models if model is not None for name, buffer in model.named_buffers()
-            if name.endswith(('running_mean', 'running_var'))]
+            buffer
+            for model in models
+            if model is not None
+            for name, buffer in model.named_buffers()
+            if name.endswith(('running_mean', 'running_var'))
+        ]
 
     def _division(self) -> dict[str, Any]:
         """What divides the images of an epoch into batches and updates, so that a position in it means something."""
@@ -186,7 +204,11 @@ class TrainingState:
         if len(runs) != world_size():
             log.info(
                 'the checkpoint is of %d process%s and this run of %d: the epoch starts %swith other random numbers',
-                len(runs), 'es' if len(runs) > 1 else '', world_size(), 'anew, ' if 'position' in runs[0] else '')
+                len(runs),
+                'es' if len(runs) > 1 else '',
+                world_size(),
+                'anew, ' if 'position' in runs[0] else '',
+            )
             return {key: value for key, value in runs[0].items() if key in ('plateau', 'generators')}
         run = runs[rank()] | {key: value for key, value in runs[0].items() if key == 'plateau'}
         if self.args.start_epoch is not None:  # another place than the checkpoint's
@@ -198,8 +220,10 @@ class TrainingState:
 
     def _generators(self) -> dict[str, torch.Generator]:
         """Random generators of their own, of the average of bfloat16 weights and of second-order optimizers."""
-        owners = {'average': getattr(self.task.get_trainable_module(ema=True), '_sr_generator', None),
-                  'optimizer': getattr(self.optimizer, 'generator', None)}
+        owners = {
+            'average': getattr(self.task.get_trainable_module(ema=True), '_sr_generator', None),
+            'optimizer': getattr(self.optimizer, 'generator', None),
+        }
         return {name: generator for name, generator in owners.items() if generator is not None}
 
 
@@ -217,18 +241,18 @@ class Checkpoints(CheckpointSaver):
         folder: Where.
     """
 
-    def __init__(
-            self,
-            training: TrainingState,
-            record: dict[str, Any],
-            label_names: list[str] | None,
-            folder: Path,
-    ):
+    def __init__(self, training: TrainingState, record: dict[str, Any], label_names: list[str] | None, folder: Path):
         args = training.args
         super().__init__(
-            model=training.task, optimizer=training.optimizer, args=record, task=training.task,
-            checkpoint_dir=str(folder), recovery_dir=str(folder), decreasing=args.eval_metric == 'loss',
-            max_history=args.checkpoint_hist)
+            model=training.task,
+            optimizer=training.optimizer,
+            args=record,
+            task=training.task,
+            checkpoint_dir=str(folder),
+            recovery_dir=str(folder),
+            decreasing=args.eval_metric == 'loss',
+            max_history=args.checkpoint_hist,
+        )
         self.training = training
         self.label_names = label_names
         self.entries = {}
@@ -273,7 +297,8 @@ class Checkpoints(CheckpointSaver):
         except (KeyError, ValueError) as e:
             raise UsageError(
                 f"--resume '{path}': its optimizer state does not fit ({first_line(e)}); "
-                f'--no-resume-opt continues with a new one') from e
+                f'--no-resume-opt continues with a new one'
+            ) from e
         if path.parent.resolve() == Path(self.checkpoint_dir).resolve():
             whole = 'position' not in checkpoint.get('run', {}) and not args.no_resume_opt and args.start_epoch is None
             self._continue_history(checkpoint, again=whole)
@@ -288,8 +313,10 @@ class Checkpoints(CheckpointSaver):
         """
         history = checkpoint.get('saver', {})
         files = [  # they will be removed one day, so no others
-            entry for entry in history.get('checkpoint_files', ())
-            if re.fullmatch(r'checkpoint-\d+\.pth\.tar', str(entry[0]))]
+            entry
+            for entry in history.get('checkpoint_files', ())
+            if re.fullmatch(r'checkpoint-\d+\.pth\.tar', str(entry[0]))
+        ]
         self.load_state_dict({**history, 'checkpoint_files': files, 'pending': (None, None)})
         if again:
             self.save_checkpoint(checkpoint['epoch'], checkpoint.get('metric'))
@@ -380,7 +407,8 @@ def read_saved(path: Path) -> dict[str, Any]:
         others = sorted(path.parent.glob('*-*.pth.tar'), key=os.path.getmtime, reverse=True)
         whole = next(filter(_is_whole, others), None)
         raise UsageError(
-            f"{e}, or move it away and continue with --resume '{whole}', which is whole" if whole else str(e)) from e
+            f"{e}, or move it away and continue with --resume '{whole}', which is whole" if whole else str(e)
+        ) from e
 
 
 def _is_whole(path: Path) -> bool:

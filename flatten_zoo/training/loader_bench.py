@@ -1,4 +1,5 @@
 """Which is the limit, the loader or the model? `flatten-zoo bench --loader` and the options of `train.py`."""
+
 import os
 import tempfile
 import time
@@ -83,8 +84,16 @@ def bench(args: Options, seconds: float) -> tuple[float, float]:
     loading_rate, batch = _loading_rate(loader, args, seconds)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
-            args, args.dist_bn, numerics, task, optimizer, None, loader=None,
-            mixup=Mixup(**mixup) if mixup and args.no_prefetcher else None, folder=Path(folder))
+            args,
+            args.dist_bn,
+            numerics,
+            task,
+            optimizer,
+            None,
+            loader=None,
+            mixup=Mixup(**mixup) if mixup and args.no_prefetcher else None,
+            folder=Path(folder),
+        )
         _training_rate(trainer, batch, loader, WARM_UP * seconds)
         return loading_rate, _training_rate(trainer, batch, loader, seconds)
 
@@ -123,6 +132,7 @@ class _Repeated:
         seconds: How long.
         images: Number of images given.
     """
+
     batch: tuple[torch.Tensor, ...]
     loader: Any
     seconds: float

@@ -6,6 +6,7 @@ the data loader, where Python drops it and the run goes on; the loader's process
 would die under the batch in the making; and of several training processes, those that go on would wait for the others
 for ever.
 """
+
 import logging
 import os
 import re
@@ -28,9 +29,26 @@ from flatten_zoo._torch import default_store
 from flatten_zoo.errors import UsageError, first_line
 
 __all__ = [
-    'Terminated', 'as_one', 'check_alone', 'distribute_batch_norm', 'exit_status', 'first_of_machine_ahead',
-    'from_first', 'gathered', 'highest', 'interrupts_between_batches', 'is_first', 'is_first_to_fail', 'join',
-    'lay_out_gradients', 'raise_if_interrupted', 'rank', 'total', 'until_interrupted', 'wait_for_all', 'world_size',
+    'Terminated',
+    'as_one',
+    'check_alone',
+    'distribute_batch_norm',
+    'exit_status',
+    'first_of_machine_ahead',
+    'from_first',
+    'gathered',
+    'highest',
+    'interrupts_between_batches',
+    'is_first',
+    'is_first_to_fail',
+    'join',
+    'lay_out_gradients',
+    'raise_if_interrupted',
+    'rank',
+    'total',
+    'until_interrupted',
+    'wait_for_all',
+    'world_size',
 ]
 
 _log = logging.getLogger(__name__)

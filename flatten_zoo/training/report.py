@@ -1,4 +1,5 @@
 """What a run says and leaves for people: messages, progress, a table, a picture of the curves, and closing words."""
+
 import argparse
 import csv
 import logging
@@ -21,8 +22,16 @@ from .options.parser import program
 from .processes import is_first, until_interrupted, world_size
 
 __all__ = [
-    'Progress', 'draw_curves', 'figures_text', 'log', 'log_last_row', 'next_command', 'setup_logging',
-    'start_tensorboard', 'start_wandb', 'trim_summary',
+    'Progress',
+    'draw_curves',
+    'figures_text',
+    'log',
+    'log_last_row',
+    'next_command',
+    'setup_logging',
+    'start_tensorboard',
+    'start_wandb',
+    'trim_summary',
 ]
 
 matplotlib.use('Agg')
@@ -64,8 +73,12 @@ class Progress:
 
     def __iter__(self) -> Iterator[Any]:
         with tqdm(
-                total=self.total, desc=self.label, unit='batch', leave=False, dynamic_ncols=True,
-                disable=not self.on_terminal,
+            total=self.total,
+            desc=self.label,
+            unit='batch',
+            leave=False,
+            dynamic_ncols=True,
+            disable=not self.on_terminal,
         ) as self.bar:
             self.started = time.monotonic()
             for batch in until_interrupted(self.batches, self.in_step):
@@ -121,8 +134,13 @@ def start_wandb(args: argparse.Namespace, record: dict[str, Any], name: str) -> 
         raise UsageError("--log-wandb needs the package wandb: pip install 'flatten_zoo[wandb]'") from e
     try:
         wandb.init(
-            project=args.wandb_project, name=name, config=record, tags=args.wandb_tags,
-            id=args.wandb_resume_id or None, resume='must' if args.wandb_resume_id else None)
+            project=args.wandb_project,
+            name=name,
+            config=record,
+            tags=args.wandb_tags,
+            id=args.wandb_resume_id or None,
+            resume='must' if args.wandb_resume_id else None,
+        )
     except (wandb.Error, OSError, ValueError) as e:
         raise UsageError(f'--log-wandb: {first_line(e)}') from e
 
@@ -130,6 +148,7 @@ def start_wandb(args: argparse.Namespace, record: dict[str, Any], name: str) -> 
 def start_tensorboard(folder: Path, epoch: int):
     """Begin or continue a folder's event files for TensorBoard; what they had from `epoch` on counts no more."""
     from torch.utils.tensorboard import SummaryWriter
+
     return SummaryWriter(str(folder), purge_step=epoch)
 
 

@@ -1,4 +1,5 @@
 """Training from the first option to the last line of the report: `train.py`."""
+
 import argparse
 import datetime
 import errno
@@ -159,6 +160,7 @@ class Run:
         lock: Keeps other processes out of the folder, in the process that writes there.
         tensorboard: Where each row of the summary is logged as well, if anywhere.
     """
+
     args: argparse.Namespace
     settled: Settled
     folder: Path
@@ -185,8 +187,13 @@ class Run:
             left = elapsed / (epoch + 1 - first) * (self.epochs - epoch - 1)
             log.info(
                 '%s  train loss %.4f  %s  best %s  %s elapsed, %s left',
-                label, train_figures['loss'], figures_text(figures) if figures else 'not validated', best,
-                tqdm.format_interval(elapsed), tqdm.format_interval(left))
+                label,
+                train_figures['loss'],
+                figures_text(figures) if figures else 'not validated',
+                best,
+                tqdm.format_interval(elapsed),
+                tqdm.format_interval(left),
+            )
         self._report()
 
     def save_recovery(self) -> None:
@@ -216,10 +223,7 @@ class Run:
         return evaluate(model, self.loader_eval, self.trainer.numerics, evaluator, label, self.args.log_interval)
 
     def _record(
-            self,
-            epoch: int,
-            train_figures: OrderedDict[str, float],
-            figures: OrderedDict[str, float] | None,
+        self, epoch: int, train_figures: OrderedDict[str, float], figures: OrderedDict[str, float] | None
     ) -> str:
         """Write the summary's next row, the curves and the checkpoint, and set the next learning rate.
 
@@ -237,16 +241,14 @@ class Run:
         return 'unknown' if best is None else f'{args.eval_metric} {best:.4g} at epoch {best_epoch}'
 
     def _record_figures(
-            self,
-            epoch: int,
-            train_figures: OrderedDict[str, float],
-            figures: OrderedDict[str, float] | None,
+        self, epoch: int, train_figures: OrderedDict[str, float], figures: OrderedDict[str, float] | None
     ) -> None:
         trainer = self.trainer
         summary = self.folder / 'summary.csv'
         columns = figures or (self.loader_eval and dict.fromkeys(trainer.task.create_evaluator().metric_names, ''))
         update_summary(
-            epoch, train_figures, columns, summary, lr=trainer.learning_rate(), log_wandb=self.args.log_wandb)
+            epoch, train_figures, columns, summary, lr=trainer.learning_rate(), log_wandb=self.args.log_wandb
+        )
         if self.tensorboard is not None:
             log_last_row(self.tensorboard, summary)
         draw_curves(summary, self.folder / 'curves.png')
@@ -293,8 +295,16 @@ def prepare(args: argparse.Namespace) -> Run:
     folder = from_first(output_folder(args, config['input_size'][-1]) if is_first() else None)
     lock = claim(folder, resumed) if is_first() and os.path.exists(folder) else None
     trainer = Trainer(
-        args, settled.dist_bn, numerics, task, optimizer, scheduler, loader,
-        mixup=Mixup(**mixup) if mixup and args.no_prefetcher else None, folder=folder)
+        args,
+        settled.dist_bn,
+        numerics,
+        task,
+        optimizer,
+        scheduler,
+        loader,
+        mixup=Mixup(**mixup) if mixup and args.no_prefetcher else None,
+        folder=folder,
+    )
     trainer.updates = start * updates
     record = vars(args) | asdict(settled)
     saver = Checkpoints(trainer, record, class_names(train_set), folder)
@@ -303,10 +313,16 @@ def prepare(args: argparse.Namespace) -> Run:
         saver.resume(resumed, checkpoint, start)
     start_output(run, record)
     log.info(
-        '%s with %.2f M parameters on %s%s: %s images, %d classes, %s for training and %s for validation', args.model,
-        sum(p.numel() for p in model.parameters()) / 1e6, f'{world_size()} × ' if world_size() > 1 else '',
-        numerics.device, ' × '.join(map(str, config['input_size'])), settled.num_classes, size_text(train_set),
-        size_text(eval_set))
+        '%s with %.2f M parameters on %s%s: %s images, %d classes, %s for training and %s for validation',
+        args.model,
+        sum(p.numel() for p in model.parameters()) / 1e6,
+        f'{world_size()} × ' if world_size() > 1 else '',
+        numerics.device,
+        ' × '.join(map(str, config['input_size'])),
+        settled.num_classes,
+        size_text(train_set),
+        size_text(eval_set),
+    )
     return run
 
 
@@ -382,10 +398,12 @@ def claim(folder: Path, resumed: Path | None = None) -> TextIO:
     except OSError as e:
         if e.errno in (errno.EACCES, errno.EAGAIN):
             raise UsageError(
-                f"another process is training in '{folder}': wait for its end, or choose another --experiment") from e
+                f"another process is training in '{folder}': wait for its end, or choose another --experiment"
+            ) from e
         log.warning("'%s' cannot be locked (%s): start no second process there", folder, e.strerror)
     last = last_checkpoint(folder)
     if last is not None and (resumed is None or last.resolve() != resumed.resolve()):
         raise UsageError(
-            f"'{folder}' holds an earlier run: choose another --experiment, or continue it with --resume auto")
+            f"'{folder}' holds an earlier run: choose another --experiment, or continue it with --resume auto"
+        )
     return lock

@@ -1,4 +1,5 @@
 """Accuracy and speed of a model or of a training run: `validate.py`."""
+
 import csv
 import io
 import json
@@ -199,13 +200,15 @@ def validate(args: Options) -> dict[str, Any]:
         model, pooled = apply_test_time_pool(model, config)
         config['crop_pct'] = 1.0 if pooled else config['crop_pct']
     dataset = open_dataset(
-        args, args.split, config['input_size'][0], args.batch_size, args.num_samples, alone_is_fine=True)
+        args, args.split, config['input_size'][0], args.batch_size, args.num_samples, alone_is_fine=True
+    )
     valid_labels = read_valid_labels(args, num_classes)
     if valid_labels is not None:
         num_classes = len(valid_labels)
     check_classes(dataset, num_classes, args.model)
     loader = evaluation_loader(
-        args, dataset, config, numerics, args.batch_size, args.crop_border_pixels, args.tf_preprocessing, args.tta)
+        args, dataset, config, numerics, args.batch_size, args.crop_border_pixels, args.tf_preprocessing, args.tta
+    )
     real_labels = read_real_labels(args, dataset, num_classes)
     evaluator = LabelledEvaluator(numerics.device, valid_labels, real_labels, args.metrics_avg)
     model = numerics.place(model)
@@ -216,8 +219,9 @@ def validate(args: Options) -> dict[str, Any]:
     figures = evaluate(model, loader, numerics, evaluator, args.model, args.log_freq)
     elapsed = time.monotonic() - started
     expected = None if args.checkpoint or real_labels else expected_top1(released, evaluator.num_samples)
-    comparison = {} if expected is None else {
-        'expected_top1': expected, 'difference': round(figures['top1'] - expected, 4)}
+    comparison = (
+        {} if expected is None else {'expected_top1': expected, 'difference': round(figures['top1'] - expected, 4)}
+    )
     return {
         'model': args.model,
         'checkpoint': args.checkpoint,

@@ -1,4 +1,5 @@
 """Figures of what `reading` takes out of a model; nothing here needs a display."""
+
 import math
 from collections.abc import Sequence
 from functools import singledispatch
@@ -20,7 +21,7 @@ __all__ = ['draw']
 
 MAX_MAPS = 12  # of efficient attention
 WIDTH = 9  # inches
-TICKS = [0, 0.5, *(digit * 10 ** power for power in range(5) for digit in (1, 3))]  # of a logarithmic scale
+TICKS = [0, 0.5, *(digit * 10**power for power in range(5) for digit in (1, 3))]  # of a logarithmic scale
 
 
 @singledispatch
@@ -54,8 +55,13 @@ def _draw_query_maps(maps: QueryMaps, picture: torch.Tensor, model: str) -> Figu
     spectra = forms[0].matrix is not None
     below = [2.2] if spectra else [0.4] if maps.note else []
     figure, parts = _figure(
-        f'{maps.operator.capitalize()}: what the marked position attends to', model, maps, grid, picture,
-        heights=[_height(shape, picture, width=7 if rows else 8), *below])
+        f'{maps.operator.capitalize()}: what the marked position attends to',
+        model,
+        maps,
+        grid,
+        picture,
+        heights=[_height(shape, picture, width=7 if rows else 8), *below],
+    )
     axes = _panels(parts[0], shape, panels.size)
     for ax, panel in zip(axes, panels.flat, strict=True):
         form, query = divmod(panel, len(maps.cells))
@@ -63,7 +69,7 @@ def _draw_query_maps(maps: QueryMaps, picture: torch.Tensor, model: str) -> Figu
         _mark(ax, maps.cells[query], grid, picture)
     for ax, label in zip(axes, columns, strict=False):
         ax.set_title(label, fontsize=7)
-    for ax, label in zip(axes[::len(columns)], rows, strict=False):
+    for ax, label in zip(axes[:: len(columns)], rows, strict=False):
         ax.set_ylabel(label, fontsize=8, rotation=0, ha='right', va='center')
     overlay.add_bar(parts[0], axes, 'attention weight\n(1 = uniform)')
     if spectra:
@@ -81,7 +87,13 @@ def _draw_global_maps(maps: GlobalMaps, picture: torch.Tensor, model: str) -> Fi
     shape = _near_square(len(shown))
     figure, parts = _figure(
         f'{maps.operator.capitalize()}: the {len(shown)} global attention maps ρk(K), of {len(maps.maps)}, that carry '
-        f'most of the output', model, maps, grid, picture, heights=[_height(shape, picture)])
+        f'most of the output',
+        model,
+        maps,
+        grid,
+        picture,
+        heights=[_height(shape, picture)],
+    )
     axes = _panels(parts[0], shape, len(shown))
     for i, (ax, weights) in enumerate(zip(axes, shown, strict=True)):
         overlay.show(ax, weights, mode='bilinear')
@@ -99,8 +111,13 @@ def _draw_energy(maps: EnergyMaps, picture: torch.Tensor, model: str) -> Figure:
     overlay = _Overlay(relative, unit=1, picture=picture)
     shape = _near_square(1 + len(relative))
     figure, parts = _figure(
-        'Energy of the feature pyramid: root mean square over the channels', model, None, None, picture,
-        heights=[_height(shape, picture)])
+        'Energy of the feature pyramid: root mean square over the channels',
+        model,
+        None,
+        None,
+        picture,
+        heights=[_height(shape, picture)],
+    )
     axes = _panels(parts[0], shape, 1 + len(relative))
     axes[0].imshow(picture.numpy())
     axes[0].set_title('what the model sees', fontsize=8)
@@ -108,7 +125,9 @@ def _draw_energy(maps: EnergyMaps, picture: torch.Tensor, model: str) -> Figure:
         overlay.show(ax, energy, mode='nearest')
         ax.set_title(
             f'{name}: {maps.channels[name]} channels,\n{_size(energy.shape)} positions, '
-            f'{"everywhere" if flat else "mean"} {mean:.3g}', fontsize=8)
+            f'{"everywhere" if flat else "mean"} {mean:.3g}',
+            fontsize=8,
+        )
     overlay.add_bar(parts[0], axes, 'energy\n(1 = mean of the stage)')
     return figure
 
@@ -146,7 +165,8 @@ class _Overlay:
         """Draw a map, resized to the picture by `mode`."""
         smooth = {'align_corners': False} if mode == 'bilinear' else {}
         weights = F.interpolate(
-            (weights.double() * self.unit)[None, None], tuple(self.relief.shape), mode=mode, **smooth)[0, 0]
+            (weights.double() * self.unit)[None, None], tuple(self.relief.shape), mode=mode, **smooth
+        )[0, 0]
         ax.imshow(self.cmap(self.norm(weights.numpy()))[..., :3] * self.relief[..., None].numpy())
 
     def add_bar(self, figure: FigureBase, axes: Sequence[Axes], label: str) -> None:
@@ -169,7 +189,7 @@ def _draw_spectra(figure: FigureBase, forms: Sequence[Form], overlay: _Overlay) 
         ax.set_xlabel(f'{n} positions', fontsize=7)
         ax.set_ylabel(f'{n} queries', fontsize=7)
         relative = (form.singular_values / form.singular_values[0]).clamp_min(1e-20)
-        line, = plot.plot(np.arange(1, n + 1), relative.numpy())
+        (line,) = plot.plot(np.arange(1, n + 1), relative.numpy())
         ax.set_title(f'{fill(form.label, 24)}\nrank {form.rank} of {n}', fontsize=8, color=line.get_color())
     plot.set(yscale='log', ylim=(1e-6, 2))
     plot.set_title('singular values, in the colours of the titles', fontsize=8)
@@ -180,13 +200,13 @@ def _draw_spectra(figure: FigureBase, forms: Sequence[Form], overlay: _Overlay) 
 
 
 def _figure(
-        title: str,
-        model: str,
-        maps: QueryMaps | GlobalMaps | None,
-        grid: tuple[int, int] | None,
-        picture: torch.Tensor,
-        heights: Sequence[float],
-        width: float = WIDTH,
+    title: str,
+    model: str,
+    maps: QueryMaps | GlobalMaps | None,
+    grid: tuple[int, int] | None,
+    picture: torch.Tensor,
+    heights: Sequence[float],
+    width: float = WIDTH,
 ) -> tuple[Figure, list[FigureBase]]:
     """Figure with title and one part for each height in inches."""
     facts = [model]

@@ -3,6 +3,7 @@
 The arguments of a layer are caught by a hook, and the layer is asked about them through its inspection methods;
 nothing in its forward pass is there for this.
 """
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,9 +16,20 @@ from ..errors import UsageError, unknown_name
 from ..layers import EfficientAttention, FocusedLinearCore, InterlacedSparseAttention, NonLocalAttention
 
 __all__ = [
-    'DEFAULT_POINTS', 'EnergyMaps', 'Form', 'GlobalMaps', 'QueryMaps', 'attention_layers', 'efficient_attention_maps',
-    'focused_linear_forms', 'interlaced_attention_forms', 'layer_inputs', 'non_local_attention_forms',
-    'queries_keys_values', 'read_attention', 'read_energy',
+    'DEFAULT_POINTS',
+    'EnergyMaps',
+    'Form',
+    'GlobalMaps',
+    'QueryMaps',
+    'attention_layers',
+    'efficient_attention_maps',
+    'focused_linear_forms',
+    'interlaced_attention_forms',
+    'layer_inputs',
+    'non_local_attention_forms',
+    'queries_keys_values',
+    'read_attention',
+    'read_energy',
 ]
 
 DEFAULT_POINTS = tuple((x / 6, y / 6) for y in (1, 3, 5) for x in (1, 3, 5))
@@ -42,6 +54,7 @@ class Form:
         singular_values: Of the matrix, from the largest down, or None.
         rank: How many singular values exceed the largest one times n times the precision of float64, or None.
     """
+
     label: str
     rows: torch.Tensor
     matrix: torch.Tensor | None = None
@@ -62,6 +75,7 @@ class QueryMaps:
         forms: The forms, by short name.
         note: What the reader of a picture must know besides.
     """
+
     operator: str
     layer: str
     head: int
@@ -81,6 +95,7 @@ class GlobalMaps:
         channels: Key channel of each map.
         shares: How much of the output each map carries; they sum to 1.
     """
+
     operator: str
     layer: str
     head: int
@@ -98,6 +113,7 @@ class EnergyMaps:
         maps: For each stage the root mean square over the channels, H × W.
         channels: For each stage the number of channels.
     """
+
     maps: dict[str, torch.Tensor]
     channels: dict[str, int]
 
@@ -105,8 +121,10 @@ class EnergyMaps:
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers of a model whose attention can be read, by name, from the first to the last."""
     return {
-        name: module for name, module in model.named_modules()
-        if isinstance(module, tuple(OPERATORS)) and getattr(module, 'spatial_dims', 2) == 2}
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, tuple(OPERATORS)) and getattr(module, 'spatial_dims', 2) == 2
+    }
 
 
 def layer_inputs(model: nn.Module, layer: str, image: torch.Tensor) -> tuple:
@@ -129,11 +147,11 @@ def layer_inputs(model: nn.Module, layer: str, image: torch.Tensor) -> tuple:
 
 @torch.no_grad()
 def read_attention(
-        model: nn.Module,
-        image: torch.Tensor,
-        layer: str | None = None,
-        points: Sequence[tuple[float, float]] = DEFAULT_POINTS,
-        head: int = 0,
+    model: nn.Module,
+    image: torch.Tensor,
+    layer: str | None = None,
+    points: Sequence[tuple[float, float]] = DEFAULT_POINTS,
+    head: int = 0,
 ) -> QueryMaps | GlobalMaps:
     """Read the attention of one head of one layer.
 
@@ -182,11 +200,15 @@ def read_attention(
     note = ''
     if isinstance(attn, InterlacedSparseAttention) and not _has_blocks(attn, inputs[0]):
         block = ' × '.join(map(str, attn.group_size))
-        note = (f'The map is not larger than a block of {block} positions, beyond which the long-range step has little '
-                'to attend to. A larger image (--img-size) or an earlier layer shows more.')
+        note = (
+            f'The map is not larger than a block of {block} positions, beyond which the long-range step has little '
+            'to attend to. A larger image (--img-size) or an earlier layer shows more.'
+        )
     if isinstance(attn, FocusedLinearCore) and height * width > MAX_SPECTRUM_POSITIONS:
-        note = (f'Rank and singular values are left out: they need the matrix of all {height * width} positions, more '
-                f'than {MAX_SPECTRUM_POSITIONS}. A smaller image (--img-size) or a later layer shows them.')
+        note = (
+            f'Rank and singular values are left out: they need the matrix of all {height * width} positions, more '
+            f'than {MAX_SPECTRUM_POSITIONS}. A smaller image (--img-size) or a later layer shows them.'
+        )
     return QueryMaps(**about, cells=cells, forms=forms, note=note)
 
 
@@ -200,8 +222,14 @@ def _check_layer(model: nn.Module, layers: dict[str, nn.Module], layer: str | No
         raise UsageError('the model has no attention that can be shown, only the energy of its features (--pyramid)')
     if layer is None:
         return next(
-            (name for name, attn in reversed(layers.items()) if not isinstance(attn, InterlacedSparseAttention)
-             or _has_blocks(attn, layer_inputs(model, name, image)[0])), list(layers)[-1])
+            (
+                name
+                for name, attn in reversed(layers.items())
+                if not isinstance(attn, InterlacedSparseAttention)
+                or _has_blocks(attn, layer_inputs(model, name, image)[0])
+            ),
+            list(layers)[-1],
+        )
     if layer in layers:
         return layer
     way_out = f'; layers that can be shown: {", ".join(layers)}'
@@ -212,9 +240,7 @@ def _check_layer(model: nn.Module, layers: dict[str, nn.Module], layer: str | No
 
 
 def queries_keys_values(
-        attn: FocusedLinearCore,
-        x: torch.Tensor,
-        feat_size: Sequence[int] | None = None,
+    attn: FocusedLinearCore, x: torch.Tensor, feat_size: Sequence[int] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values of focused linear attention, from the arguments that its layer is called with.
 
@@ -235,12 +261,12 @@ def queries_keys_values(
 
 
 def focused_linear_forms(
-        attn: FocusedLinearCore,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        queries: Sequence[int],
-        head: int = 0,
-        channel: int | None = None,
+    attn: FocusedLinearCore,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    queries: Sequence[int],
+    head: int = 0,
+    channel: int | None = None,
 ) -> dict[str, Form]:
     """The equivalent attention of focused linear attention, and what softmax makes of the same queries and keys.
 
@@ -270,7 +296,7 @@ def focused_linear_forms(
     depthwise = attn.depthwise_matrix(head * attn.head_dim + channel, (height, width), wanted)
     q, k = (y.flatten(1, 2).unflatten(2, (attn.num_heads, -1))[0, :, head] for y in (q, k))
     q = q if wanted is None else q[wanted]
-    softmax = (q @ k.T * attn.head_dim ** -0.5).softmax(dim=-1)
+    softmax = (q @ k.T * attn.head_dim**-0.5).softmax(dim=-1)
 
     def form(label: str, weights: torch.Tensor) -> Form:
         if wanted is not None:
@@ -287,9 +313,7 @@ def focused_linear_forms(
 
 
 def interlaced_attention_forms(
-        attn: InterlacedSparseAttention,
-        x: torch.Tensor,
-        queries: Sequence[int],
+    attn: InterlacedSparseAttention, x: torch.Tensor, queries: Sequence[int]
 ) -> dict[str, Form]:
     """Affinity of interlaced sparse attention: of its long-range step, of its short-range step, and of both combined.
 
@@ -302,14 +326,12 @@ def interlaced_attention_forms(
     steps = {'long_range': 'long_range', 'short_range': 'short_range', 'combined': None}
     return {
         name: Form(label, attn.attention_matrix(x, queries, steps[name])[0, 0].unflatten(1, x.shape[2:]))
-        for name, label in labels.items()}
+        for name, label in labels.items()
+    }
 
 
 def non_local_attention_forms(
-        attn: NonLocalAttention,
-        x: torch.Tensor,
-        queries: Sequence[int],
-        head: int = 0,
+    attn: NonLocalAttention, x: torch.Tensor, queries: Sequence[int], head: int = 0
 ) -> dict[str, Form]:
     """Attention of non-local attention.
 
@@ -324,9 +346,7 @@ def non_local_attention_forms(
 
 
 def efficient_attention_maps(
-        attn: EfficientAttention,
-        x: torch.Tensor,
-        head: int = 0,
+    attn: EfficientAttention, x: torch.Tensor, head: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The global attention maps of one head, ordered by how much of the output they carry.
 
@@ -368,7 +388,9 @@ def read_energy(model: nn.Module, image: torch.Tensor) -> EnergyMaps:
     before_norm = []
     hooks = [
         stage.norm.register_forward_pre_hook(lambda module, args: before_norm.append(args[0]))
-        for stage in model.modules() if isinstance(stage, PyramidVisionTransformerStage)]
+        for stage in model.modules()
+        if isinstance(stage, PyramidVisionTransformerStage)
+    ]
     try:
         stages = model.forward_intermediates(image, intermediates_only=True)
     finally:
@@ -379,4 +401,5 @@ def read_energy(model: nn.Module, image: torch.Tensor) -> EnergyMaps:
     names = [info['module'] for info in model.feature_info]
     return EnergyMaps(
         maps={name: y[0].square().mean(dim=0).sqrt() for name, y in zip(names, stages, strict=True)},
-        channels={name: y.shape[1] for name, y in zip(names, stages, strict=True)})
+        channels={name: y.shape[1] for name, y in zip(names, stages, strict=True)},
+    )

@@ -1,4 +1,5 @@
 """From a model's name and a picture's file to a figure's file."""
+
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,17 +19,17 @@ __all__ = ['load_picture', 'render']
 
 
 def render(
-        picture: Path,
-        model_name: str,
-        output: Path,
-        arrays: Path | None = None,
-        layer: str | None = None,
-        points: Sequence[tuple[float, float]] = DEFAULT_POINTS,
-        head: int = 0,
-        pyramid: bool = False,
-        img_size: Sequence[int] | None = None,
-        pretrained: bool = False,
-        checkpoint: Path | None = None,
+    picture: Path,
+    model_name: str,
+    output: Path,
+    arrays: Path | None = None,
+    layer: str | None = None,
+    points: Sequence[tuple[float, float]] = DEFAULT_POINTS,
+    head: int = 0,
+    pyramid: bool = False,
+    img_size: Sequence[int] | None = None,
+    pretrained: bool = False,
+    checkpoint: Path | None = None,
 ) -> str:
     """Draw the attention of a model, or the energy of its feature pyramid, for a picture.
 
@@ -58,7 +59,8 @@ def render(
         maps = read_energy(model, image) if pyramid else read_attention(model, image, layer, points, head)
     except (AssertionError, RuntimeError) as e:
         raise UsageError(
-            f"'{model_name}' does not take a {image.shape[2]} × {image.shape[3]} image: {first_line(e)}") from e
+            f"'{model_name}' does not take a {image.shape[2]} × {image.shape[3]} image: {first_line(e)}"
+        ) from e
     save_figure(draw(maps, seen, f'{model_name} ({weights})'), output, dpi=100, palette=True)
     if arrays:
         save_arrays({'picture': seen.numpy(), **_as_arrays(maps)}, arrays)
@@ -68,9 +70,7 @@ def render(
 
 
 def load_picture(
-        path: Path,
-        model: nn.Module,
-        img_size: Sequence[int] | None = None,
+    path: Path, model: nn.Module, img_size: Sequence[int] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A picture as the model is to see it: all of it, resized with the model's interpolation and normalised its way.
 
@@ -94,7 +94,7 @@ def load_picture(
     config = resolve_model_data_config(model)
     if img_size:
         config['input_size'] = (3, *two_sides(img_size))
-    image = create_transform(**{**config, 'crop_pct': 1., 'crop_mode': 'squash'})(picture)
+    image = create_transform(**{**config, 'crop_pct': 1.0, 'crop_mode': 'squash'})(picture)
     mean, std = (torch.tensor(config[key]) for key in ('mean', 'std'))
     return image[None], (image.permute(1, 2, 0) * std + mean).clamp(0, 1)
 
@@ -110,6 +110,8 @@ def _as_arrays(maps: QueryMaps | GlobalMaps | EnergyMaps) -> dict[str, np.ndarra
         arrays[name] = form.rows.numpy()
         if form.matrix is not None:
             arrays |= {
-                f'{name}.matrix': form.matrix.numpy(), f'{name}.singular_values': form.singular_values.numpy(),
-                f'{name}.rank': np.array(form.rank)}
+                f'{name}.matrix': form.matrix.numpy(),
+                f'{name}.singular_values': form.singular_values.numpy(),
+                f'{name}.rank': np.array(form.rank),
+            }
     return arrays

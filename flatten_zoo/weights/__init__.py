@@ -1,4 +1,5 @@
 """Official weights and checkpoints: finding them, reading them safely, converting them, and publishing."""
+
 from ..models import RELEASES, use_hub
 from .catalogue import describe, list_table, zoo_models
 from .checkpoint import read_checkpoint, select_state_dict
@@ -9,7 +10,21 @@ from .publish import dry_run, hub_folder, push
 from .save import save_model, write_weights
 
 __all__ = [
-    'RELEASES', 'describe', 'dry_run', 'from_official', 'hub_folder', 'list_table', 'load_model', 'official_weights',
-    'open_model', 'push', 'read_checkpoint', 'save_model', 'select_state_dict', 'to_official', 'use_hub',
-    'write_weights', 'zoo_models',
+    'RELEASES',
+    'describe',
+    'dry_run',
+    'from_official',
+    'hub_folder',
+    'list_table',
+    'load_model',
+    'official_weights',
+    'open_model',
+    'push',
+    'read_checkpoint',
+    'save_model',
+    'select_state_dict',
+    'to_official',
+    'use_hub',
+    'write_weights',
+    'zoo_models',
 ]

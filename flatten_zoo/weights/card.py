@@ -1,4 +1,5 @@
 """Model cards."""
+
 import re
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -38,7 +39,8 @@ CITATIONS = {  # by the first word of a model's name
 }""",
 }
 OFFICIAL_LICENSE = (
-    'not known: these weights are the authors\', converted to other names; their terms are for the authors to say')
+    "not known: these weights are the authors', converted to other names; their terms are for the authors to say"
+)
 OWN_LICENSE = 'not stated: whoever publishes these weights sets their terms, here and in `license` at the top'
 USAGE = f"""```python
 import flatten_zoo  # registers the model with timm
@@ -65,8 +67,9 @@ def model_card(config: dict, parameters: int, name: str) -> str:
         'Architecture': f'{architecture}, {parameters / 1e6:.2f} M parameters, {config["num_classes"]} classes',
         'Evaluation settings': {
             'input': ' × '.join(map(str, cfg['input_size'])),
-            'resize and crop':
-                f'{_plain(cfg["interpolation"])}, crop_pct {cfg["crop_pct"]:.4g}, mode {_plain(cfg["crop_mode"])}',
+            'resize and crop': (
+                f'{_plain(cfg["interpolation"])}, crop_pct {cfg["crop_pct"]:.4g}, mode {_plain(cfg["crop_mode"])}'
+            ),
             'mean': ', '.join(map(str, cfg['mean'])),
             'std': ', '.join(map(str, cfg['std'])),
         },
@@ -85,8 +88,12 @@ def model_card(config: dict, parameters: int, name: str) -> str:
         citation=CITATIONS[architecture.partition('_')[0]],
     )
     data = ModelCardData(
-        tags=['image-classification', 'timm', 'flatten_zoo'], pipeline_tag='image-classification', library_name='timm',
-        license='unknown', datasets=['imagenet-1k'] if release else None)
+        tags=['image-classification', 'timm', 'flatten_zoo'],
+        pipeline_tag='image-classification',
+        library_name='timm',
+        license='unknown',
+        datasets=['imagenet-1k'] if release else None,
+    )
     text = ModelCard(generate_readme(card, _plain(name))).text
     return f'---\n{data.to_yaml()}\n---\n{text}'
 

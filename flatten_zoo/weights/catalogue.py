@@ -1,4 +1,5 @@
 """What models there are, and where their weights come from."""
+
 from pathlib import Path
 
 import timm
@@ -97,8 +98,11 @@ def describe(name: str) -> list[tuple[str, str]]:
         ('model', '.'.join(filter(None, (cfg.architecture, cfg.tag)))),
         ('parameters', _millions(sum(p.numel() for p in model.parameters()))),
         ('feature maps', ', '.join(f'{f["num_chs"]} at stride {f["reduction"]}' for f in model.feature_info)),
-        *((key.replace('_', ' '), _text(value)) for key, value in settings.items()
-          if key not in ('architecture', 'tag', 'custom_load') and value not in (None, '')),
+        *(
+            (key.replace('_', ' '), _text(value))
+            for key, value in settings.items()
+            if key not in ('architecture', 'tag', 'custom_load') and value not in (None, '')
+        ),
         ('weights', weights_source(cfg)),
         ('cached', ', '.join(f'{path} ({path.stat().st_size / 1e6:.1f} MB)' for path in _cached(cfg)) or 'nothing'),
     ]

@@ -1,4 +1,5 @@
 """Reading checkpoints of any origin without running code, and writing safetensors."""
+
 import io
 import mmap
 import pickle
@@ -20,7 +21,7 @@ __all__ = ['read_checkpoint', 'select_state_dict', 'write_safetensors']
 WEIGHTS = ('state_dict', 'model', 'model_state_dict')
 EMA_WEIGHTS = ('state_dict_ema', 'model_ema')
 LIGHTNING = 'model.'  # what Lightning modules call the network in them
-MAX_INFLATED = 2 ** 24  # what a compressed file may hold besides twice its own length
+MAX_INFLATED = 2**24  # what a compressed file may hold besides twice its own length
 
 
 def read_checkpoint(path: str | Path, name: str | None = None) -> dict:
@@ -50,7 +51,8 @@ def read_checkpoint(path: str | Path, name: str | None = None) -> dict:
     except pickle.UnpicklingError as e:
         raise UsageError(
             f'{name} cannot be read safely: {first_line(e)}; ask its author for safetensors, or for a file with '
-            f'nothing but tensors') from e
+            f'nothing but tensors'
+        ) from e
     except Exception as e:  # bytes that are no checkpoint fail in many ways
         raise UsageError(f'{name} is incomplete, damaged or no checkpoint: {first_line(e)}; get the file again') from e
     if not isinstance(checkpoint, dict):
@@ -132,7 +134,7 @@ def _read_legacy(content: mmap.mmap) -> object:
                 raise ValueError(f'it declares more than the {len(content)} bytes that it has')
             storages[key], dtypes[key] = torch.empty(nbytes, dtype=torch.uint8), dtype
         values = storages[key].view(dtype)
-        return values if part is None else values[part[1]:part[1] + part[2]]
+        return values if part is None else values[part[1] : part[1] + part[2]]
 
     if restricted_pickle.load(content, len(content)) != torch.serialization.MAGIC_NUMBER:
         raise ValueError('it does not begin as one')
@@ -161,7 +163,8 @@ def select_state_dict(checkpoint: dict, use_ema: bool | None = False) -> dict[st
     averaged = [key for key in EMA_WEIGHTS if isinstance(checkpoint.get(key), dict)]
     if use_ema and not averaged:
         raise UsageError(
-            f"there are no averaged (EMA) weights in the checkpoint, which has {', '.join(map(str, checkpoint))}")
+            f'there are no averaged (EMA) weights in the checkpoint, which has {", ".join(map(str, checkpoint))}'
+        )
     plain = [key for key in WEIGHTS if isinstance(checkpoint.get(key), dict)]
     keys = plain if use_ema is False else averaged + plain
     state_dict = dict(dict.items(checkpoint[keys[0]] if keys else checkpoint))
@@ -188,7 +191,7 @@ def _problem(value: object) -> str | None:
     if value.layout != torch.strided or value.is_nested:
         return 'a sparse tensor'
     if value.is_meta or value.is_quantized:
-        return f"a {'meta' if value.is_meta else 'quantized'} tensor"
+        return f'a {"meta" if value.is_meta else "quantized"} tensor'
     if value.numel() * value.element_size() > value.untyped_storage().nbytes():
         return f'a few numbers repeated to {tuple(value.shape)}'
     return None

@@ -1,4 +1,5 @@
 """Downloading one large file from an address that may be slow and unreliable."""
+
 import http.client
 import time
 import urllib.error
@@ -17,7 +18,7 @@ TIMEOUT = 30  # seconds without a byte
 CHUNK_SIZE = 1 << 18
 
 
-def download(address: str, path: Path, wait: float = 1.) -> None:
+def download(address: str, path: Path, wait: float = 1.0) -> None:
     """Download a file with a progress bar; a connection that breaks is taken up again where it broke.
 
     Args:
@@ -28,8 +29,7 @@ def download(address: str, path: Path, wait: float = 1.) -> None:
     Raises:
         UsageError: The server can't be reached, refuses, or keeps breaking off.
     """
-    with path.open('wb') as file, tqdm(
-            desc=path.name, unit='B', unit_scale=True, unit_divisor=1024) as progress:
+    with path.open('wb') as file, tqdm(desc=path.name, unit='B', unit_scale=True, unit_divisor=1024) as progress:
         for attempt in range(TRIES):
             try:
                 return _receive(address, file, progress)
@@ -37,7 +37,7 @@ def download(address: str, path: Path, wait: float = 1.) -> None:
                 error = e
                 if isinstance(e, urllib.error.HTTPError) and e.code < 500 and e.code != 429:
                     break
-            time.sleep(wait * 2 ** attempt if attempt < TRIES - 1 else 0)
+            time.sleep(wait * 2**attempt if attempt < TRIES - 1 else 0)
     raise UsageError(f'cannot download {address}: {error}; check the connection and try again') from error
 
 

@@ -1,4 +1,5 @@
 """Official weights for `pretrained=True`: downloaded and converted once, kept in timm's cache."""
+
 import logging
 import os
 from pathlib import Path
@@ -56,7 +57,8 @@ def official_weights(cfg: PretrainedCfg, cache_dir: str | Path | None = None) ->
                 _convert(temporary, converted, model, f'the file at {cfg.url[0]}')
             except UsageError as e:
                 raise UsageError(
-                    f"{e}; if that does not help, download it in a browser and save it as '{source}'") from e
+                    f"{e}; if that does not help, download it in a browser and save it as '{source}'"
+                ) from e
     return converted
 
 

@@ -1,4 +1,5 @@
 """Conversion between official checkpoints and the zoo's, strictly: every tensor has its place and its shape."""
+
 import sys
 from types import ModuleType
 
@@ -28,13 +29,15 @@ def to_official(model: nn.Module) -> dict[str, torch.Tensor]:
     family = family_of(model)
     if not hasattr(family, 'official_state_dict'):
         raise UsageError(
-            f"--to official: there is no official implementation of '{model.pretrained_cfg['architecture']}'")
+            f"--to official: there is no official implementation of '{model.pretrained_cfg['architecture']}'"
+        )
     state_dict = model.state_dict()
     for key, value in state_dict.items():
         if key.endswith(POSITIONS) and value.shape[1] != value.shape[2]:
             raise UsageError(
                 f'--to official: official networks are square, and {key} is of a {value.shape[1]} × {value.shape[2]} '
-                f'grid; use a square img_size')
+                f'grid; use a square img_size'
+            )
     return {**family.official_state_dict(state_dict), **_official_extras(model)}
 
 
@@ -59,10 +62,7 @@ def official_name(name: str, model: nn.Module) -> str:
 
 
 def from_official(
-        state_dict: dict[str, torch.Tensor],
-        model: nn.Module,
-        adapt: bool = False,
-        source: str = 'the state dict',
+    state_dict: dict[str, torch.Tensor], model: nn.Module, adapt: bool = False, source: str = 'the state dict'
 ) -> dict[str, torch.Tensor]:
     """The model's state dict from an official one or from its own; nothing is left out or left over.
 
@@ -81,7 +81,8 @@ def from_official(
     if official:
         unused = _official_extras(model)
         state_dict = {
-            key: value for key, value in state_dict.items() if key not in unused and not key.endswith(BUFFERS)}
+            key: value for key, value in state_dict.items() if key not in unused and not key.endswith(BUFFERS)
+        }
         if not adapt:
             _check_fit(state_dict, family_of(model).official_state_dict(expected), model, source)
     if official or adapt and _misfit(state_dict, expected):
@@ -100,14 +101,12 @@ def converted(state_dict: dict[str, torch.Tensor], model: nn.Module) -> dict[str
 
 
 def _check_fit(
-        state_dict: dict[str, torch.Tensor],
-        expected: dict[str, torch.Tensor],
-        model: nn.Module,
-        source: str,
+    state_dict: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], model: nn.Module, source: str
 ) -> None:
     if problems := _misfit(state_dict, expected):
         raise UsageError(
-            f"{source} does not fit the model '{model.pretrained_cfg['architecture']}': {'; '.join(problems)}")
+            f"{source} does not fit the model '{model.pretrained_cfg['architecture']}': {'; '.join(problems)}"
+        )
 
 
 def _misfit(state_dict: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
@@ -116,9 +115,11 @@ def _misfit(state_dict: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     unknown = [key for key in state_dict if key not in expected]
     reshaped = [
         f'{key} {tuple(state_dict[key].shape)} instead of {tuple(value.shape)}'
-        for key, value in expected.items() if key in state_dict and state_dict[key].shape != value.shape
+        for key, value in expected.items()
+        if key in state_dict and state_dict[key].shape != value.shape
     ]
     return [
         f'{len(keys)} tensors {what}, such as {keys[0]}'
-        for what, keys in (('missing', missing), ('unknown', unknown), ('of another shape', reshaped)) if keys
+        for what, keys in (('missing', missing), ('unknown', unknown), ('of another shape', reshaped))
+        if keys
     ]

@@ -1,4 +1,5 @@
 """From a name, an address or a checkpoint to a model with its size, its channels, its classes and its weights."""
+
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -45,11 +46,11 @@ def check_model_name(name: str) -> None:
 
 
 def open_model(
-        name: str | None = None,
-        img_size: Sequence[int] | None = None,
-        dynamic_size: bool = False,
-        pretrained: bool = False,
-        checkpoint: Path | None = None,
+    name: str | None = None,
+    img_size: Sequence[int] | None = None,
+    dynamic_size: bool = False,
+    pretrained: bool = False,
+    checkpoint: Path | None = None,
 ) -> tuple[nn.Module, str]:
     """A model in inference mode, and where its weights come from, in words; untrained ones are always the same.
 
@@ -71,7 +72,8 @@ def open_model(
         torch.manual_seed(0)
         if checkpoint:
             model = load_model(
-                checkpoint, name, use_ema=None, zoo_only=False, allow_non_finite=True, adapt=True, **size)
+                checkpoint, name, use_ema=None, zoo_only=False, allow_non_finite=True, adapt=True, **size
+            )
             return model.eval(), checkpoint.name
         model = create_model(name, pretrained=pretrained, **size).eval()
     if not pretrained:
@@ -81,12 +83,12 @@ def open_model(
 
 
 def create_model(
-        name: str,
-        options: Mapping[str, Any] | None = None,
-        img_size: tuple[int, int] | int | None = None,
-        dynamic_size: bool = False,
-        given: str = '',
-        **kwargs,
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    img_size: tuple[int, int] | int | None = None,
+    dynamic_size: bool = False,
+    given: str = '',
+    **kwargs,
 ) -> nn.Module:
     """`timm.create_model` with errors that a person can act on.
 
@@ -114,12 +116,7 @@ def _for_images(arguments: dict[str, Any], img_size: tuple[int, int] | int | Non
     return arguments
 
 
-def load_weights(
-        model: nn.Module,
-        path: str | Path,
-        use_ema: bool | None = False,
-        adapt: bool = False,
-) -> None:
+def load_weights(model: nn.Module, path: str | Path, use_ema: bool | None = False, adapt: bool = False) -> None:
     """Load a checkpoint into a model; every tensor must fit.
 
     Args:
@@ -147,15 +144,15 @@ def _read(path: str | Path, use_ema: bool | None) -> tuple[dict[str, Any], dict[
 
 
 def load_model(
-        source: str | Path,
-        model_name: str | None = None,
-        use_ema: bool | None = False,
-        model_kwargs: dict | None = None,
-        img_size: tuple[int, int] | None = None,
-        zoo_only: bool = True,
-        allow_non_finite: bool = False,
-        dynamic_size: bool = False,
-        adapt: bool = False,
+    source: str | Path,
+    model_name: str | None = None,
+    use_ema: bool | None = False,
+    model_kwargs: dict | None = None,
+    img_size: tuple[int, int] | None = None,
+    zoo_only: bool = True,
+    allow_non_finite: bool = False,
+    dynamic_size: bool = False,
+    adapt: bool = False,
 ) -> nn.Module:
     """The model of a checkpoint, with its weights.
 
@@ -205,8 +202,10 @@ def load_model(
         arguments = resolve_model_input_args(model_name, options, **{**recorded, **(model_kwargs or {}), **counts})
         cfg = arguments['pretrained_cfg']
         cfg |= {
-            'tag': tag or None, 'label_names': _label_names(checkpoint, arguments['num_classes']),
-            **_evaluation_settings(options, cfg)}
+            'tag': tag or None,
+            'label_names': _label_names(checkpoint, arguments['num_classes']),
+            **_evaluation_settings(options, cfg),
+        }
         network = meta_model(**arguments)  # held against the file before it takes memory
         check_size(network, Path(source).stat().st_size, file)
         if img_size or dynamic_size:
@@ -267,4 +266,5 @@ def check_finite(state_dict: dict[str, torch.Tensor], source: str) -> None:
     for name, value in state_dict.items():
         if not torch.isfinite(value).all():
             raise UsageError(
-                f'{source} has values in {name} that are infinite or not a number; --allow-non-finite takes them')
+                f'{source} has values in {name} that are infinite or not a number; --allow-non-finite takes them'
+            )

@@ -1,4 +1,5 @@
 """Publishing to the Hub."""
+
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,11 +66,7 @@ def dry_run(folder: Path, repo: str, private: bool = False, allow_non_finite: bo
 
 
 def push(
-        folder: str | Path,
-        repo: str,
-        private: bool = False,
-        keep_card: bool = False,
-        allow_non_finite: bool = False,
+    folder: str | Path, repo: str, private: bool = False, keep_card: bool = False, allow_non_finite: bool = False
 ) -> str:
     """Publish a folder in timm's Hub layout, in one commit, creating the repository if there is none.
 
@@ -124,4 +121,3 @@ def check_repo(repo: str) -> None:
         raise UsageError(f"--repo '{repo}': {first_line(e)}") from e
     if repo.count('/') != 1:
         raise UsageError(f"--repo '{repo}' must be account/name")
-

@@ -11,6 +11,7 @@ compares no checksums, and a few bytes keep it busy for ever (the hash of nested
 `bytearray`, copies of text). What `safe_globals` registers holds for all threads, and what the user had registered
 himself is forgotten when it ends.
 """
+
 import argparse
 import collections
 import pickle
@@ -54,7 +55,7 @@ class _DType:
 def _check_keys(keys: Iterable) -> None:
     # the hash of anything else may take for ever: of nested tuples, and of many numbers with the same one
     for key in keys:
-        if not isinstance(key, str | bytes | int | float | None) or isinstance(key, int) and abs(key) >= 2 ** 60:
+        if not isinstance(key, str | bytes | int | float | None) or isinstance(key, int) and abs(key) >= 2**60:
             raise pickle.UnpicklingError(f'it has a {type(key).__name__} as a key, expected text')
 
 
@@ -109,12 +110,20 @@ def _scalar(dtype: _DType, data: bytes) -> Any:
     return Unknown('numpy.generic') if dtype.value is None else np.frombuffer(data, dtype.value, count=1)[0].item()
 
 
-_TENSORS = {f'torch._utils._rebuild_{name}': function for name, function in {
-    'tensor': _tensor, 'tensor_v2': _tensor, 'tensor_v3': _tensor_of_type, 'sparse_tensor': _not_dense('sparse'),
-    'qtensor': _not_dense('quantized'), 'nested_tensor': _not_dense('nested'),
-    'meta_tensor_no_storage': _not_dense('meta'), 'parameter': lambda tensor, *_: tensor,
-    'parameter_with_state': lambda tensor, *_: tensor,
-}.items()}
+_TENSORS = {
+    f'torch._utils._rebuild_{name}': function
+    for name, function in {
+        'tensor': _tensor,
+        'tensor_v2': _tensor,
+        'tensor_v3': _tensor_of_type,
+        'sparse_tensor': _not_dense('sparse'),
+        'qtensor': _not_dense('quantized'),
+        'nested_tensor': _not_dense('nested'),
+        'meta_tensor_no_storage': _not_dense('meta'),
+        'parameter': lambda tensor, *_: tensor,
+        'parameter_with_state': lambda tensor, *_: tensor,
+    }.items()
+}
 _CALLS = {
     **_TENSORS,
     'torch._tensor._rebuild_from_type_v2': _subclass,
@@ -126,27 +135,83 @@ _CALLS = {
     'collections.Counter': _counter,
     'collections.defaultdict': lambda *_: {},
     'numpy.dtype': _DType,
-    **{f'{module}.{name}': function  # the latter module in protocol 2, torch's default
-       for module in ('builtins', '__builtin__') for name, function in {'set': _set, 'bytes': lambda: b''}.items()},
-    **{f'numpy.{core}.{name}': function for core in ('core', '_core') for name, function in {
-        'multiarray._reconstruct': _array, 'multiarray.scalar': _scalar, 'numeric._frombuffer': _array_of_buffer,
-    }.items()},
+    **{
+        f'{module}.{name}': function  # the latter module in protocol 2, torch's default
+        for module in ('builtins', '__builtin__')
+        for name, function in {'set': _set, 'bytes': lambda: b''}.items()
+    },
+    **{
+        f'numpy.{core}.{name}': function
+        for core in ('core', '_core')
+        for name, function in {
+            'multiarray._reconstruct': _array,
+            'multiarray.scalar': _scalar,
+            'numeric._frombuffer': _array_of_buffer,
+        }.items()
+    },
 }
-_DTYPES = {str(dtype): dtype for dtype in (
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.bool)}
-_STORAGES = {f'torch.{name}Storage': dtype for name, dtype in {
-    'Double': torch.float64, 'Float': torch.float32, 'Half': torch.float16, 'BFloat16': torch.bfloat16,
-    'ComplexFloat': torch.complex64, 'ComplexDouble': torch.complex128, 'Long': torch.int64, 'Int': torch.int32,
-    'Short': torch.int16, 'Char': torch.int8, 'Byte': torch.uint8, 'Bool': torch.bool,
-    'QInt8': torch.int8, 'QUInt8': torch.uint8, 'QInt32': torch.int32,
-}.items()} | {'torch.storage.UntypedStorage': torch.uint8}
+_DTYPES = {
+    str(dtype): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.complex64,
+        torch.complex128,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.bool,
+    )
+}
+_STORAGES = {
+    f'torch.{name}Storage': dtype
+    for name, dtype in {
+        'Double': torch.float64,
+        'Float': torch.float32,
+        'Half': torch.float16,
+        'BFloat16': torch.bfloat16,
+        'ComplexFloat': torch.complex64,
+        'ComplexDouble': torch.complex128,
+        'Long': torch.int64,
+        'Int': torch.int32,
+        'Short': torch.int16,
+        'Char': torch.int8,
+        'Byte': torch.uint8,
+        'Bool': torch.bool,
+        'QInt8': torch.int8,
+        'QUInt8': torch.uint8,
+        'QInt32': torch.int32,
+    }.items()
+} | {'torch.storage.UntypedStorage': torch.uint8}
 _CONSTANTS = {'NONE': None, 'NEWTRUE': True, 'NEWFALSE': False, 'EMPTY_TUPLE': ()}
 _CONTAINERS = {'EMPTY_LIST': list, 'EMPTY_DICT': dict, 'EMPTY_SET': set}
 _LITERALS = {
-    'INT', 'BININT', 'BININT1', 'BININT2', 'LONG', 'LONG1', 'LONG4', 'BINFLOAT', 'BINSTRING', 'SHORT_BINSTRING',
-    'SHORT_BINUNICODE', 'BINUNICODE', 'BINUNICODE8', 'SHORT_BINBYTES', 'BINBYTES', 'BINBYTES8', 'BYTEARRAY8',
+    'INT',
+    'BININT',
+    'BININT1',
+    'BININT2',
+    'LONG',
+    'LONG1',
+    'LONG4',
+    'BINFLOAT',
+    'BINSTRING',
+    'SHORT_BINSTRING',
+    'SHORT_BINUNICODE',
+    'BINUNICODE',
+    'BINUNICODE8',
+    'SHORT_BINBYTES',
+    'BINBYTES',
+    'BINBYTES8',
+    'BYTEARRAY8',
 }  # of protocols 1 to 5; 0 cannot hold tensors
 
 Storage = Callable[[str, torch.dtype, int, tuple | None], torch.Tensor]
@@ -196,7 +261,7 @@ class _Machine:
 
     def call(self, function: Any, args: tuple) -> Any:
         if type(function) is not _Name or function.name not in _CALLS:
-            raise pickle.UnpicklingError(f"it calls {getattr(function, 'name', type(function).__name__)}")
+            raise pickle.UnpicklingError(f'it calls {getattr(function, "name", type(function).__name__)}')
         self.spend(args)
         return _CALLS[function.name](*args)
 
@@ -222,12 +287,12 @@ class _Machine:
             _check_keys(state)
             vars(target).update(state)
         elif not isinstance(target, Unknown | dict):  # torch leaves a note on state dicts, which is not needed
-            raise pickle.UnpicklingError(f"it sets attributes of {getattr(target, 'name', type(target).__name__)}")
+            raise pickle.UnpicklingError(f'it sets attributes of {getattr(target, "name", type(target).__name__)}')
 
     def find_storage(self, saved_id: tuple) -> torch.Tensor:
         kind, storage_type, key, _, numel, *view = saved_id
         if kind != 'storage' or not isinstance(storage_type, _Name) or storage_type.name not in _STORAGES:
-            raise pickle.UnpicklingError(f"it holds a {getattr(storage_type, 'name', kind)}")
+            raise pickle.UnpicklingError(f'it holds a {getattr(storage_type, "name", kind)}')
         if self.storage is None or not isinstance(key, str) or not isinstance(numel, int) or numel < 0:
             raise ValueError('it holds a tensor in a wrong place')
         return self.storage(key, _STORAGES[storage_type.name], numel, *view)
@@ -272,7 +337,7 @@ class _Machine:
             args = stack.pop()
             stack.append(self.call(stack.pop(), args))
         elif name in ('NEWOBJ', 'NEWOBJ_EX'):
-            del stack[-1 if name == 'NEWOBJ' else -2:]
+            del stack[-1 if name == 'NEWOBJ' else -2 :]
             stack.append(self.new(stack.pop()))
         elif name == 'BUILD':
             state = stack.pop()

@@ -1,4 +1,5 @@
 """Models to the files that others load: timm's Hub layout, bare safetensors, official files."""
+
 import json
 import os
 import tempfile
@@ -31,8 +32,11 @@ def save_model(model: nn.Module, folder: Path, name: str) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f'.{folder.name}.') as temporary:
         cfg = model.pretrained_cfg
         save_for_hf(
-            model, temporary, safe_serialization=True,
-            model_config={'pretrained_cfg': {'tag': cfg.get('tag')}, 'label_names': cfg.get('label_names')})
+            model,
+            temporary,
+            safe_serialization=True,
+            model_config={'pretrained_cfg': {'tag': cfg.get('tag')}, 'label_names': cfg.get('label_names')},
+        )
         config = json.loads(Path(temporary, 'config.json').read_text())
         config['pretrained_cfg'].pop('label_names', None)  # they stand above it
         config['model_args'].pop('num_classes')  # stands above them, and transformers takes it from there
@@ -59,7 +63,8 @@ def write_weights(model: nn.Module, output: Path, official: bool = False) -> Non
     if official != (output.suffix == '.pth') and output.suffix != '.safetensors':
         raise UsageError(
             f"-o '{output}': official checkpoints are files, with --to official and a name that ends in .pth or "
-            f'.safetensors; everything else is a folder, or a file that ends in .safetensors')
+            f'.safetensors; everything else is a folder, or a file that ends in .safetensors'
+        )
     try:
         if output.suffix == '.safetensors':
             write_safetensors(to_official(model) if official else model.state_dict(), output)

@@ -3,6 +3,7 @@
 `NAME.json` lists a network's (or module's) state-dict entries, `NAME.npz` holds its outputs; `deterministic.py` makes
 the weights and inputs from names and shapes.
 """
+
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ FOLDER = Path(__file__).parent
 @dataclass
 class Reference:
     """One official network or module: its float64 state dict, an input, and what it made of it."""
+
     state_dict: dict[str, torch.Tensor]
     input: torch.Tensor
     outputs: dict[str, torch.Tensor]

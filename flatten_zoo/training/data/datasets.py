@@ -1,4 +1,5 @@
 """Data sets: timm's, with what they pass over in silence said, or turned into errors."""
+
 import argparse
 import os
 import re
@@ -69,13 +70,13 @@ class CheckedImages(Dataset):
 
 
 def open_dataset(
-        args: argparse.Namespace,
-        split: str,
-        channels: int,
-        batch_size: int,
-        num_samples: int | None,
-        is_training: bool = False,
-        alone_is_fine: bool = False,
+    args: argparse.Namespace,
+    split: str,
+    channels: int,
+    batch_size: int,
+    num_samples: int | None,
+    is_training: bool = False,
+    alone_is_fine: bool = False,
 ) -> Dataset:
     """The data set that the options name.
 
@@ -104,12 +105,22 @@ def open_dataset(
             dataset = open_folder(kind, root, args.class_map, args.input_key)
         else:
             dataset = create_dataset(
-                args.dataset, root=root, split=split, search_split=False, is_training=is_training,
-                class_map=args.class_map, download=args.dataset_download, batch_size=batch_size, seed=args.seed,
-                repeats=args.epoch_repeats if is_training else 0, num_samples=num_samples,
+                args.dataset,
+                root=root,
+                split=split,
+                search_split=False,
+                is_training=is_training,
+                class_map=args.class_map,
+                download=args.dataset_download,
+                batch_size=batch_size,
+                seed=args.seed,
+                repeats=args.epoch_repeats if is_training else 0,
+                num_samples=num_samples,
                 input_img_mode=mode if kind.startswith('tfds/') else '',  # TensorFlow decodes, others leave it to us
-                input_key=args.input_key or default_key(kind), target_key=args.target_key,
-                trust_remote_code=args.dataset_trust_remote_code)
+                input_key=args.input_key or default_key(kind),
+                target_key=args.target_key,
+                trust_remote_code=args.dataset_trust_remote_code,
+            )
     except UsageError:
         raise
     except Exception as e:
@@ -161,7 +172,8 @@ def _image_mode(mode: str | None, channels: int) -> str:
     if mode is None:
         raise UsageError(
             f'--in-chans or --input-size of {channels} channels: images have 1 or 3; --input-img-mode names a mode of '
-            f'others, such as RGBA')
+            f'others, such as RGBA'
+        )
     try:
         bands = len(ImageMode.getmode(mode).bands)
     except KeyError as e:
@@ -197,7 +209,8 @@ def check_classes(dataset: Dataset, num_classes: int, model: str) -> None:
     if found != num_classes:
         raise UsageError(
             f'the data has {found} classes but {model} has {num_classes}: give --num-classes {found}, '
-            f'or name all classes in --class-map')
+            f'or name all classes in --class-map'
+        )
 
 
 def check_same_classes(train: Dataset, validation: Dataset) -> None:
@@ -210,18 +223,21 @@ def check_same_classes(train: Dataset, validation: Dataset) -> None:
         different = sorted(set(ours) ^ set(theirs))
         raise UsageError(
             f'the training and validation splits have different classes, {", ".join(different[:5])} for one: '
-            f'name all classes in --class-map')
+            f'name all classes in --class-map'
+        )
 
 
 def open_splits(args: argparse.Namespace, num_classes: int, channels: int) -> tuple[Dataset, Dataset | None]:
     """The training split, and the validation split unless `--val-split ''`; both with the model's classes."""
     train_set = open_dataset(
-        args, args.train_split, channels, args.batch_size, args.train_num_samples, is_training=True)
+        args, args.train_split, channels, args.batch_size, args.train_num_samples, is_training=True
+    )
     check_classes(train_set, num_classes, args.model)
     if not args.val_split:
         return train_set, None
     eval_set = open_dataset(
-        args, args.val_split, channels, args.validation_batch_size or args.batch_size, args.val_num_samples)
+        args, args.val_split, channels, args.validation_batch_size or args.batch_size, args.val_num_samples
+    )
     check_same_classes(train_set, eval_set)
     return train_set, eval_set
 
@@ -230,7 +246,8 @@ def open_splits(args: argparse.Namespace, num_classes: int, channels: int) -> tu
 SYSTEM = re.compile(
     r'(?:^|[/\\])(\._|\.(?!\.?(?:[/\\]|$))[^/\\]*|(?:__macosx|(?:eh)?thumbs\.db|desktop\.ini|\$recycle\.bin'
     r'|system volume information|lost\+found|@eadir)(?=[/\\]|$))',
-    re.IGNORECASE)
+    re.IGNORECASE,
+)
 MOST_NAMED = 8
 
 
@@ -291,7 +308,8 @@ class Split:
         if labels:
             raise UsageError(
                 f"the images in '{self.root}' are not in class folders{' that --class-map names' if found else ''}: "
-                f'put each into a folder with the name of its class')
+                f'put each into a folder with the name of its class'
+            )
         raise UsageError(f"there are no images in '{self.root}'")
 
 
@@ -315,9 +333,13 @@ class FolderReader(ReaderImageFolder):
         labels = [_label(path) for path in files]
         self.class_to_idx = split.index_classes(labels, leaves)
         self.samples = sorted(
-            ((os.path.join(root, path), self.class_to_idx[label])
-             for path, label in zip(files, labels, strict=True) if label in self.class_to_idx),
-            key=lambda sample: natural_key(sample[0]))
+            (
+                (os.path.join(root, path), self.class_to_idx[label])
+                for path, label in zip(files, labels, strict=True)
+                if label in self.class_to_idx
+            ),
+            key=lambda sample: natural_key(sample[0]),
+        )
 
 
 def _raise(error: OSError) -> None:
@@ -347,7 +369,8 @@ class TarReader(ReaderImageInTar):
         leaves = folders - {os.path.dirname(path) for path in folders} - {'.'}
         self.class_name_to_idx = split.index_classes([label for label, *_ in files], leaves)
         files = sorted(
-            (file for file in files if file[0] in self.class_name_to_idx), key=lambda file: natural_key(file[1].path))
+            (file for file in files if file[0] in self.class_name_to_idx), key=lambda file: natural_key(file[1].path)
+        )
         self.samples = [(member, None, inner) for _, member, inner in files]
         self.targets = [self.class_name_to_idx[label] for label, *_ in files]
 
@@ -359,7 +382,7 @@ def _members(tar: tarfile.TarFile) -> Iterator[tuple[str, tarfile.TarInfo, tarfi
         if member.isfile() and path.lower().endswith('.tar') and not SYSTEM.search(path):
             with tarfile.open(fileobj=tar.extractfile(member), mode='r|') as inner:
                 for entry in inner:
-                    yield os.path.normpath(os.path.join(path[:-len('.tar')], entry.path)), entry, member
+                    yield os.path.normpath(os.path.join(path[: -len('.tar')], entry.path)), entry, member
         else:
             yield path, member, None
 
@@ -370,7 +393,8 @@ class TorchvisionFolder(ImageFolder):
     def __init__(self, root: str, suffixes: str | None):
         split = Split(root, suffixes)
         super().__init__(
-            root, loader=open_image, is_valid_file=lambda path: split.is_image(os.path.relpath(path, root)))
+            root, loader=open_image, is_valid_file=lambda path: split.is_image(os.path.relpath(path, root))
+        )
         loose = [name for name in os.listdir(root) if name not in self.class_to_idx and split.is_image(name)]
         split.index_classes([self.classes[target] for target in self.targets] + [''] * len(loose))
 

@@ -1,4 +1,5 @@
 """Other labels of ImageNet's validation images: reassessed ones, and subsets of the classes."""
+
 import argparse
 from collections import OrderedDict
 from pathlib import Path
@@ -26,11 +27,11 @@ class LabelledEvaluator(ClassificationEvaluator):
     """
 
     def __init__(
-            self,
-            device: torch.device,
-            valid_labels: list[int] | None = None,
-            real_labels: RealLabelsImagenet | None = None,
-            average: str | None = None,
+        self,
+        device: torch.device,
+        valid_labels: list[int] | None = None,
+        real_labels: RealLabelsImagenet | None = None,
+        average: str | None = None,
     ):
         super().__init__(device)
         self.valid_labels = valid_labels
@@ -66,8 +67,8 @@ def averaged_metrics(predicted: torch.Tensor, target: torch.Tensor, average: str
     """
     size = int(max(predicted.max(), target.max())) + 1
     hits, guesses, images = (
-        torch.bincount(classes, minlength=size).double()
-        for classes in (target[predicted == target], predicted, target))
+        torch.bincount(classes, minlength=size).double() for classes in (target[predicted == target], predicted, target)
+    )
     occurs = guesses + images > 0
     hits, guesses, images = hits[occurs], guesses[occurs], images[occurs]
     if average == 'micro':

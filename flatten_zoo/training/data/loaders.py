@@ -1,4 +1,5 @@
 """From data sets to batches: timm's loaders, and several views of each image in evaluation."""
+
 import argparse
 import math
 import os
@@ -31,11 +32,7 @@ def input_config(args: argparse.Namespace, model: torch.nn.Module, use_test_size
 
 
 def training_loader(
-        args: argparse.Namespace,
-        num_classes: int,
-        dataset: Dataset,
-        config: dict[str, Any],
-        numerics: Numerics,
+    args: argparse.Namespace, num_classes: int, dataset: Dataset, config: dict[str, Any], numerics: Numerics
 ):
     """This process's share of the images, shuffled and augmented, in batches of a fixed size.
 
@@ -54,17 +51,42 @@ def training_loader(
     if args.aug_splits:
         dataset = AugMixDataset(dataset, num_splits=args.aug_splits)
     loader = create_loader(
-        dataset, input_size=config['input_size'], batch_size=args.batch_size, is_training=True, no_aug=args.no_aug,
-        re_prob=args.reprob, re_mode=args.remode, re_count=args.recount, re_split=args.resplit,
-        train_crop_mode=args.train_crop_mode, scale=args.scale, ratio=args.ratio, hflip=args.hflip, vflip=args.vflip,
-        color_jitter=args.color_jitter, color_jitter_prob=args.color_jitter_prob, grayscale_prob=args.grayscale_prob,
-        gaussian_blur_prob=args.gaussian_blur_prob, auto_augment=args.aa, num_aug_splits=args.aug_splits,
-        num_aug_repeats=args.aug_repeats, distributed=world_size() > 1,
-        interpolation=interpolation, mean=config['mean'], std=config['std'], num_workers=args.workers,
-        collate_fn=FastCollateMixup(**mixup) if mixup and prefetch else None, pin_memory=args.pin_mem,
-        device=numerics.device, img_dtype=numerics.dtype, use_prefetcher=prefetch, persistent_workers=False,
-        worker_seeding=args.worker_seeding, use_multi_epochs_loader=args.use_multi_epochs_loader,
-        **scheduled_sizes(args, dataset))
+        dataset,
+        input_size=config['input_size'],
+        batch_size=args.batch_size,
+        is_training=True,
+        no_aug=args.no_aug,
+        re_prob=args.reprob,
+        re_mode=args.remode,
+        re_count=args.recount,
+        re_split=args.resplit,
+        train_crop_mode=args.train_crop_mode,
+        scale=args.scale,
+        ratio=args.ratio,
+        hflip=args.hflip,
+        vflip=args.vflip,
+        color_jitter=args.color_jitter,
+        color_jitter_prob=args.color_jitter_prob,
+        grayscale_prob=args.grayscale_prob,
+        gaussian_blur_prob=args.gaussian_blur_prob,
+        auto_augment=args.aa,
+        num_aug_splits=args.aug_splits,
+        num_aug_repeats=args.aug_repeats,
+        distributed=world_size() > 1,
+        interpolation=interpolation,
+        mean=config['mean'],
+        std=config['std'],
+        num_workers=args.workers,
+        collate_fn=FastCollateMixup(**mixup) if mixup and prefetch else None,
+        pin_memory=args.pin_mem,
+        device=numerics.device,
+        img_dtype=numerics.dtype,
+        use_prefetcher=prefetch,
+        persistent_workers=False,
+        worker_seeding=args.worker_seeding,
+        use_multi_epochs_loader=args.use_multi_epochs_loader,
+        **scheduled_sizes(args, dataset),
+    )
     _allow_strongest_posterize(loader.dataset)
     return _apart(loader)
 
@@ -139,14 +161,14 @@ def _start_apart(initialize: Callable[[int], None], worker: int) -> None:
 
 
 def evaluation_loader(
-        args: argparse.Namespace,
-        dataset: Dataset,
-        config: dict[str, Any],
-        numerics: Numerics,
-        batch_size: int,
-        crop_border_pixels: int | None = None,
-        tf_preprocessing: bool = False,
-        views: int = 0,
+    args: argparse.Namespace,
+    dataset: Dataset,
+    config: dict[str, Any],
+    numerics: Numerics,
+    batch_size: int,
+    crop_border_pixels: int | None = None,
+    tf_preprocessing: bool = False,
+    views: int = 0,
 ):
     """Every image once, in order; of several processes, each has its share.
 
@@ -155,11 +177,24 @@ def evaluation_loader(
     """
     batch_size = max(batch_size // max(views, 1), 1)
     loader = create_loader(
-        dataset, input_size=config['input_size'], batch_size=batch_size, interpolation=config['interpolation'],
-        mean=config['mean'], std=config['std'], crop_pct=config['crop_pct'], crop_mode=config['crop_mode'],
-        crop_border_pixels=crop_border_pixels, num_workers=args.workers, pin_memory=args.pin_mem,
-        device=numerics.device, img_dtype=numerics.dtype, use_prefetcher=not args.no_prefetcher,
-        tf_preprocessing=tf_preprocessing, persistent_workers=False, distributed=world_size() > 1)
+        dataset,
+        input_size=config['input_size'],
+        batch_size=batch_size,
+        interpolation=config['interpolation'],
+        mean=config['mean'],
+        std=config['std'],
+        crop_pct=config['crop_pct'],
+        crop_mode=config['crop_mode'],
+        crop_border_pixels=crop_border_pixels,
+        num_workers=args.workers,
+        pin_memory=args.pin_mem,
+        device=numerics.device,
+        img_dtype=numerics.dtype,
+        use_prefetcher=not args.no_prefetcher,
+        tf_preprocessing=tf_preprocessing,
+        persistent_workers=False,
+        distributed=world_size() > 1,
+    )
     if views:
         dataset.transform = Views(dataset.transform, views)
     return _apart(loader)
@@ -179,7 +214,7 @@ class Views:
     def __init__(self, transform: Compose, number: int):
         steps = transform.transforms
         place = next(i for i, step in enumerate(steps) if isinstance(step, CenterCrop | CenterCropOrPad))
-        self.resize, self.crop, self.finish = Compose(steps[:place]), steps[place], Compose(steps[place + 1:])
+        self.resize, self.crop, self.finish = Compose(steps[:place]), steps[place], Compose(steps[place + 1 :])
         self.number = number
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
@@ -189,7 +224,7 @@ class Views:
         if self.number > 2:
             crops += self._corners(image)
         views = [view for crop in crops for view in (crop, F.hflip(crop))]
-        return torch.stack([self.finish(view) for view in views[:self.number]])
+        return torch.stack([self.finish(view) for view in views[: self.number]])
 
     def _corners(self, image: Image.Image) -> tuple[Image.Image, ...]:
         _, height, width = F.get_dimensions(image)

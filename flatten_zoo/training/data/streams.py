@@ -1,4 +1,5 @@
 """Kinds of data set: what each needs, and streams whose silent failures are errors."""
+
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -52,7 +53,8 @@ def check_source(name: str, root: str | None, split: str) -> None:
     if not separator or kind not in KINDS:
         raise UsageError(
             f"--dataset '{name}': must be PREFIX/NAME with prefix {', '.join(KINDS)}; "
-            f'leave it out for folders of images')
+            f'leave it out for folders of images'
+        )
     package, install = KINDS[kind]
     if importlib.util.find_spec(package) is None:
         raise UsageError(f"--dataset '{name}' needs the package {package}: pip install {install}")
@@ -68,7 +70,8 @@ def _check_shards_are_named(root: str | None, split: str) -> None:
     if not any((Path(root) / name).is_file() for name in INFO_FILES):
         raise UsageError(
             f"no {INFO_FILES[0]} in '{root}' says which shards are '{split}': write one, or name the shards, as in "
-            f"--train-split 'train-{{0000..0145}}.tar' --train-num-samples 1281167")
+            f"--train-split 'train-{{0000..0145}}.tar' --train-num-samples 1281167"
+        )
 
 
 def check_columns(dataset: Dataset, name: str) -> None:
@@ -134,7 +137,8 @@ class CheckedStream(IterableImageDataset):
             processes = self.reader.dist_num_replicas
             raise UsageError(
                 f"--workers {num_workers}: '{self.name}' has {shards} shards for {processes} training process"
-                f'{"es" if processes > 1 else ""}, so at most {shards // processes} workers have one to read')
+                f'{"es" if processes > 1 else ""}, so at most {shards // processes} workers have one to read'
+            )
 
     def _give_each_image_once(self) -> None:
         if self.reader.ds is None:
@@ -144,7 +148,7 @@ class CheckedStream(IterableImageDataset):
     def _seed_epoch(self) -> None:
         """Shuffle WebDataset's buffer by random numbers that a continued run has again, as a loader's process does."""
         if isinstance(self.reader, ReaderWds) and get_worker_info() is None:
-            self.reader.worker_seed = int(torch.randint(2 ** 63 - 1, ()))
+            self.reader.worker_seed = int(torch.randint(2**63 - 1, ()))
             self.reader.ds = None
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:

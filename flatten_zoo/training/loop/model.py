@@ -1,4 +1,5 @@
 """Models by name, with the options that shape them, and the device they run on."""
+
 import argparse
 import copy
 import importlib
@@ -18,7 +19,12 @@ from ..options.parser import as_given
 from ..report import log
 
 __all__ = [
-    'build_model', 'build_training_model', 'check_batch_norm', 'check_fits', 'import_device_modules', 'resolve_device',
+    'build_model',
+    'build_training_model',
+    'check_batch_norm',
+    'check_fits',
+    'import_device_modules',
+    'resolve_device',
     'shared_by_gpus',
 ]
 
@@ -63,8 +69,19 @@ def resolve_device(name: str) -> torch.device:
 
 
 _SHAPING = (
-    'num_classes', 'gp', 'img_size', 'in_chans', 'input_size', 'drop', 'drop_connect', 'drop_path', 'drop_block',
-    'bn_momentum', 'bn_eps', 'model_kwargs')
+    'num_classes',
+    'gp',
+    'img_size',
+    'in_chans',
+    'input_size',
+    'drop',
+    'drop_connect',
+    'drop_path',
+    'drop_block',
+    'bn_momentum',
+    'bn_eps',
+    'model_kwargs',
+)
 
 
 def build_model(args: argparse.Namespace, pretrained: bool, **kwargs: Any) -> nn.Module:
@@ -85,8 +102,16 @@ def build_model(args: argparse.Namespace, pretrained: bool, **kwargs: Any) -> nn
     if args.fast_norm:
         set_fast_norm()
     return create_model(
-        args.model, vars(args), given=as_given(args, *_SHAPING), pretrained=pretrained, in_chans=args.in_chans,
-        num_classes=args.num_classes, global_pool=args.gp, **kwargs, **args.model_kwargs)
+        args.model,
+        vars(args),
+        given=as_given(args, *_SHAPING),
+        pretrained=pretrained,
+        in_chans=args.in_chans,
+        num_classes=args.num_classes,
+        global_pool=args.gp,
+        **kwargs,
+        **args.model_kwargs,
+    )
 
 
 def check_batch_norm(model: nn.Module, input_size: tuple[int, int, int]) -> None:
@@ -103,7 +128,8 @@ def check_batch_norm(model: nn.Module, input_size: tuple[int, int, int]) -> None
         if 'more than 1 value per channel' in str(e):
             raise UsageError(
                 f"--batch-size 1: '{type(model).__name__}' has a batch norm over one position of images of "
-                f'{input_size[1]} × {input_size[2]}; give it 2 images or more, or larger ones') from e
+                f'{input_size[1]} × {input_size[2]}; give it 2 images or more, or larger ones'
+            ) from e
     except (NotImplementedError, RuntimeError):  # operators that 'meta' does not have
         pass
 
@@ -150,7 +176,8 @@ def build_training_model(args: argparse.Namespace) -> nn.Module:
     if args.train_img_sizes and get_model_traits(model)['fixed_input_size']:
         raise UsageError(
             f"--train-img-sizes: '{args.model}' takes images of one size; "
-            f'--model-kwargs dynamic_img_size=True lets it take others, where it knows that argument')
+            f'--model-kwargs dynamic_img_size=True lets it take others, where it knows that argument'
+        )
     with torch.no_grad():
         classifier = model.get_classifier()
         if args.head_init_scale is not None:

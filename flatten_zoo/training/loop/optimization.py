@@ -1,4 +1,5 @@
 """What the options make of learning: number formats, mixing, loss, optimizer and schedule."""
+
 import argparse
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +19,13 @@ from ..options.parser import as_given
 from ..processes import lay_out_gradients, world_size
 
 __all__ = [
-    'Numerics', 'Settled', 'build_optimizer', 'build_scheduler', 'build_task', 'mixup_arguments', 'updates_per_epoch',
+    'Numerics',
+    'Settled',
+    'build_optimizer',
+    'build_scheduler',
+    'build_task',
+    'mixup_arguments',
+    'updates_per_epoch',
 ]
 
 
@@ -32,6 +39,7 @@ class Numerics:
         amp_dtype: Lower precision that operators choose by themselves under `autocast`, None for none.
         memory_format: Layout of its weights and of the images.
     """
+
     device: torch.device
     dtype: torch.dtype = torch.float32
     amp_dtype: torch.dtype | None = None
@@ -44,7 +52,8 @@ class Numerics:
             device,
             dtype=getattr(torch, args.model_dtype or 'float32'),
             amp_dtype=getattr(torch, args.amp_dtype) if args.amp else None,
-            memory_format=torch.channels_last if args.channels_last else torch.contiguous_format)
+            memory_format=torch.channels_last if args.channels_last else torch.contiguous_format,
+        )
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move a model to the device, in its type and layout."""
@@ -52,8 +61,7 @@ class Numerics:
 
     def images(self, images: torch.Tensor) -> torch.Tensor:
         """Move a batch of images to the device, in the model's type and layout."""
-        return images.to(
-            device=self.device, dtype=self.dtype, memory_format=self.memory_format, non_blocking=True)
+        return images.to(device=self.device, dtype=self.dtype, memory_format=self.memory_format, non_blocking=True)
 
     def autocast(self) -> AbstractContextManager:
         """Within, operators run in `amp_dtype` where that is safe."""
@@ -78,6 +86,7 @@ class Settled:
         data_dir: Folder of the data.
         data: None, as `data_dir` says it.
     """
+
     num_classes: int
     lr: float
     lr_base_scale: str
@@ -94,7 +103,7 @@ class Settled:
             if not scale:
                 adaptive = any(name in args.opt.lower() for name in ('ada', 'lamb'))
                 scale = 'sqrt' if adaptive else 'linear'
-            lr = args.lr_base * (ratio ** 0.5 if scale == 'sqrt' else ratio)
+            lr = args.lr_base * (ratio**0.5 if scale == 'sqrt' else ratio)
         dist_bn = '' if args.sync_bn and world_size() > 1 else args.dist_bn  # there is nothing left to distribute
         return cls(num_classes, lr, scale, dist_bn, args.data or args.data_dir)
 
@@ -135,8 +144,10 @@ def build_task(args: argparse.Namespace, model: nn.Module, device: torch.device)
     task = ClassificationTask(model, criterion_kwargs=loss, device=device, verbose=False)
     if args.model_ema:
         task.setup_ema(
-            decay=args.model_ema_decay, use_warmup=args.model_ema_warmup,
-            device=torch.device('cpu') if args.model_ema_force_cpu else None)
+            decay=args.model_ema_decay,
+            use_warmup=args.model_ema_warmup,
+            device=torch.device('cpu') if args.model_ema_force_cpu else None,
+        )
     if args.torchcompile:
         task.compile(backend=args.torchcompile, mode=args.torchcompile_mode)
         if args.model_ema and not args.model_ema_force_cpu:
@@ -145,7 +156,8 @@ def build_task(args: argparse.Namespace, model: nn.Module, device: torch.device)
         lay_out_gradients(model)
         task.prepare_distributed(
             device_ids=None if device.type == 'cpu' else [device],
-            **{'broadcast_buffers': False} if args.no_ddp_bb else {})
+            **{'broadcast_buffers': False} if args.no_ddp_bb else {},
+        )
     return task
 
 
@@ -167,10 +179,7 @@ def updates_per_epoch(args: argparse.Namespace, batches: int) -> int:
 
 
 def build_scheduler(
-        args: argparse.Namespace,
-        optimizer: torch.optim.Optimizer,
-        updates: int,
-        start: int,
+    args: argparse.Namespace, optimizer: torch.optim.Optimizer, updates: int, start: int
 ) -> tuple[Scheduler | None, int]:
     """timm's schedule of that name, set to the first epoch, and the number of epochs with everything included.
 
@@ -181,8 +190,7 @@ def build_scheduler(
         start: First epoch.
     """
     try:
-        scheduler, epochs = create_scheduler_v2(
-            optimizer, **scheduler_kwargs(args), updates_per_epoch=updates)
+        scheduler, epochs = create_scheduler_v2(optimizer, **scheduler_kwargs(args), updates_per_epoch=updates)
     except (AssertionError, ValueError) as e:
         raise UsageError(f"cannot build the schedule '{args.sched}': {e}") from e
     if args.start_epoch is not None and start >= epochs:

@@ -1,4 +1,5 @@
 """Batch norm over the images of all processes, on CPUs as well, where torch's own does not run."""
+
 import torch
 import torch.distributed as dist
 from timm.layers import convert_sync_batchnorm
@@ -61,7 +62,8 @@ class _SyncBatchNormOnCPU(_BatchNorm):
             x = self._normalize(x)
         else:
             x = batch_norm(
-                x, self.running_mean, self.running_var, self.weight, self.bias, self.running_mean is None, eps=self.eps)
+                x, self.running_mean, self.running_var, self.weight, self.bias, self.running_mean is None, eps=self.eps
+            )
         for name in ('drop', 'act'):
             x = getattr(self, name, nn.Identity())(x)
         return x

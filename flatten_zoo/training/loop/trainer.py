@@ -1,4 +1,5 @@
 """The two loops, one epoch of training and one pass of evaluation; and how one that diverges is noticed."""
+
 import argparse
 import math
 from collections import OrderedDict
@@ -42,12 +43,7 @@ class EpochLoss:
     """
 
     def __init__(
-            self,
-            label: str,
-            device: torch.device,
-            batches: int = 0,
-            images: int = 0,
-            total: float | torch.Tensor = 0.0,
+        self, label: str, device: torch.device, batches: int = 0, images: int = 0, total: float | torch.Tensor = 0.0
     ):
         self.label = label
         self.batches = batches
@@ -106,6 +102,7 @@ class Trainer(TrainingState):
         folder: Output folder.
         loss: Losses of the current epoch, None before the first.
     """
+
     mixup: Callable | None
     folder: Path
     loss: EpochLoss | None = field(default=None, init=False)
@@ -183,10 +180,7 @@ class Trainer(TrainingState):
             (self.mixup or self.loader).mixup_enabled = False
 
     def _prepare_batch(
-            self,
-            images: torch.Tensor,
-            target: torch.Tensor,
-            index: int,
+        self, images: torch.Tensor, target: torch.Tensor, index: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         images = self.numerics.images(images)
         target = target.to(self.numerics.device, non_blocking=True)
@@ -241,12 +235,7 @@ class Trainer(TrainingState):
 
 @torch.inference_mode()
 def evaluate(
-        model: nn.Module,
-        loader: Any,
-        numerics: Numerics,
-        evaluator: ClassificationEvaluator,
-        label: str,
-        log_interval: int,
+    model: nn.Module, loader: Any, numerics: Numerics, evaluator: ClassificationEvaluator, label: str, log_interval: int
 ) -> OrderedDict[str, float]:
     """One pass over the evaluation data.
 
@@ -266,7 +255,7 @@ def evaluate(
         evaluator.update(output, target.to(numerics.device, non_blocking=True))
         if progress.advance(len(images)):
             figures = evaluator.summary()
-            progress.show(loss=f"{figures['loss']:.4f}", top1=f"{figures['top1']:.2f}", top5=f"{figures['top5']:.2f}")
+            progress.show(loss=f'{figures["loss"]:.4f}', top1=f'{figures["top1"]:.2f}', top5=f'{figures["top5"]:.2f}')
     if not total(evaluator.num_samples)[0]:
         raise UsageError(f'{label}: no image can be read')
     return evaluator.compute(distributed=world_size() > 1)

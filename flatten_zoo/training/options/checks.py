@@ -1,4 +1,5 @@
 """What the options may say: alone, together, and in the file of an earlier run."""
+
 import argparse
 import importlib.util
 import re
@@ -22,16 +23,19 @@ from .parser import OptionParser, flag, read_options_file
 __all__ = ['check_files', 'check_train_options', 'check_validate_options', 'recorded_options']
 
 NOT_RECORDED = (  # how a run began, and what would fetch or run something: for the command line to say
-    'pretrained', 'pretrained_path', 'initial_checkpoint', 'start_epoch', 'no_resume_opt', 'dataset_download',
-    'dataset_trust_remote_code', 'device_modules', 'log_wandb')
+    'pretrained',
+    'pretrained_path',
+    'initial_checkpoint',
+    'start_epoch',
+    'no_resume_opt',
+    'dataset_download',
+    'dataset_trust_remote_code',
+    'device_modules',
+    'log_wandb',
+)
 
 
-def recorded_options(
-        folder: Path,
-        option: str,
-        parser: OptionParser,
-        named: argparse.Namespace,
-) -> dict[str, Any]:
+def recorded_options(folder: Path, option: str, parser: OptionParser, named: argparse.Namespace) -> dict[str, Any]:
     """The options of a training run, as far as a file may say them.
 
     Args:
@@ -56,7 +60,8 @@ def recorded_options(
     if not named.dataset and run.get('dataset', '').partition('/')[0] not in ('', 'torch'):
         raise UsageError(
             f'{source} records the data set {shown(run["dataset"])}, which may be fetched from anywhere; '
-            f'name it with --dataset')
+            f'name it with --dataset'
+        )
     check_settings(run, source)
     if timm.is_model(split_model_name_tag(model)[0]):
         arguments = {**run.get('model_kwargs', {}), 'global_pool': run.get('gp')}
@@ -182,7 +187,8 @@ def _check_distribution(args: argparse.Namespace) -> None:
     if args.aug_repeats and not is_distributed_env():
         raise UsageError(
             f'--aug-repeats {args.aug_repeats:g} gives the augmentations of an image to different processes: '
-            f'start several with torchrun')
+            f'start several with torchrun'
+        )
     if args.sync_bn and args.split_bn:
         raise UsageError('--sync-bn does not go with --split-bn')
 
@@ -233,4 +239,4 @@ def _check_compilation(args: argparse.Namespace) -> None:
     except RuntimeError as e:
         mode = f' --torchcompile-mode {args.torchcompile_mode}' if args.torchcompile_mode else ''
         backends = ', '.join(torch.compiler.list_backends())
-        raise UsageError(f"--torchcompile {args.torchcompile}{mode}: {first_line(e)} Backends: {backends}") from e
+        raise UsageError(f'--torchcompile {args.torchcompile}{mode}: {first_line(e)} Backends: {backends}') from e

@@ -1,4 +1,5 @@
 """The options of `train.py` and `validate.py`: timm's names, meanings and defaults."""
+
 import argparse
 
 from .parser import KeyValues, Number, OptionParser, program
@@ -10,12 +11,32 @@ _DISTILLATION = "left out: distillation is timm's own train.py's; `flatten-zoo r
 _TORCHSCRIPT = 'left out with TorchScript, which torch gives up: use --torchcompile'
 
 REFUSED = {
-    **dict.fromkeys((
-        'naflex_loader', 'naflex_train_seq_lens', 'naflex_max_seq_len', 'naflex_patch_sizes',
-        'naflex_patch_size_probs', 'naflex_loss_scale', 'naflex_patchify_channels_first'), _NAFLEX),
-    **dict.fromkeys((
-        'kd_model_name', 'kd_distill_type', 'kd_loss_type', 'distill_loss_weight', 'task_loss_weight',
-        'kd_temperature', 'kd_student_feature_dim', 'kd_teacher_feature_dim', 'kd_token_distill_type'), _DISTILLATION),
+    **dict.fromkeys(
+        (
+            'naflex_loader',
+            'naflex_train_seq_lens',
+            'naflex_max_seq_len',
+            'naflex_patch_sizes',
+            'naflex_patch_size_probs',
+            'naflex_loss_scale',
+            'naflex_patchify_channels_first',
+        ),
+        _NAFLEX,
+    ),
+    **dict.fromkeys(
+        (
+            'kd_model_name',
+            'kd_distill_type',
+            'kd_loss_type',
+            'distill_loss_weight',
+            'task_loss_weight',
+            'kd_temperature',
+            'kd_student_feature_dim',
+            'kd_teacher_feature_dim',
+            'kd_token_distill_type',
+        ),
+        _DISTILLATION,
+    ),
     **dict.fromkeys(('torchscript', 'fuser', 'aot_autograd'), _TORCHSCRIPT),
 }
 
@@ -55,19 +76,29 @@ def train_parser() -> OptionParser:
 def validate_parser() -> OptionParser:
     """Parser of `validate.py`."""
     parser = OptionParser(
-        REFUSED, prog=program('validate'),
+        REFUSED,
+        prog=program('validate'),
         description='Measure the accuracy of an image classifier: a model by its name with --pretrained or '
-                    '--checkpoint FILE, or a run of train.py with --checkpoint FOLDER, whose args.yaml then says '
-                    'which model, data and image size.')
+        '--checkpoint FILE, or a run of train.py with --checkpoint FOLDER, whose args.yaml then says '
+        'which model, data and image size.',
+    )
     _dataset_options(parser, train=False)
     group = parser.add_argument_group('model')
     group.add_argument(
-        '--model', '-m', default='dpn92', metavar='NAME',
-        help="model, by its timm name; or a wildcard ('flatten_*'), 'all', or a file with a name on each line")
+        '--model',
+        '-m',
+        default='dpn92',
+        metavar='NAME',
+        help="model, by its timm name; or a wildcard ('flatten_*'), 'all', or a file with a name on each line",
+    )
     group.add_argument('--pretrained', action='store_true', help='load the released weights')
     group.add_argument(
-        '--checkpoint', default='', type=str, metavar='PATH',
-        help="checkpoint file, or output folder of train.py (its best checkpoint is taken)")
+        '--checkpoint',
+        default='',
+        type=str,
+        metavar='PATH',
+        help='checkpoint file, or output folder of train.py (its best checkpoint is taken)',
+    )
     group.add_argument('--use-ema', action='store_true', help="take the checkpoint's averaged weights")
     _head_options(group)
     group.add_argument('--test-pool', action='store_true', help='test-time pooling of larger images')
@@ -78,16 +109,25 @@ def validate_parser() -> OptionParser:
     group.add_argument('--crop-mode', type=str, choices=('squash', 'border', 'center'), help='how to crop')
     group.add_argument('--crop-border-pixels', type=WHOLE, metavar='N', help='pixels to cut off every border')
     group.add_argument(
-        '--real-labels', default='', type=str, metavar='FILE', help='JSON file of the reassessed ImageNet labels')
+        '--real-labels', default='', type=str, metavar='FILE', help='JSON file of the reassessed ImageNet labels'
+    )
     group.add_argument(
-        '--valid-labels', default='', type=str, metavar='FILE',
-        help='file with the indices of the classes to choose among, for data with some of the classes')
+        '--valid-labels',
+        default='',
+        type=str,
+        metavar='FILE',
+        help='file with the indices of the classes to choose among, for data with some of the classes',
+    )
     group.add_argument(
-        '--tf-preprocessing', action='store_true', help='decode and resize as TensorFlow does (needs tensorflow)')
+        '--tf-preprocessing', action='store_true', help='decode and resize as TensorFlow does (needs tensorflow)'
+    )
     group.add_argument('-b', '--batch-size', type=COUNT, default=256, metavar='N', help='images per batch')
     group.add_argument(
-        '--metrics-avg', type=str, choices=('micro', 'macro', 'weighted'),
-        help='also precision, recall and F1, so averaged over the classes')
+        '--metrics-avg',
+        type=str,
+        choices=('micro', 'macro', 'weighted'),
+        help='also precision, recall and F1, so averaged over the classes',
+    )
     group.add_argument('--num-gpu', type=COUNT, default=1, metavar='N', help='GPUs of this machine that share a batch')
     _views_option(group)
     group.add_argument('--retry', action='store_true', help='try smaller batches where memory does not suffice')
@@ -105,8 +145,12 @@ def _dataset_options(parser: OptionParser, train: bool) -> None:
     group.add_argument('data', nargs='?', metavar='DIR', help='data folder, the same as --data-dir')
     group.add_argument('--data-dir', metavar='DIR', help='folder (or tar file) of the data')
     group.add_argument(
-        '--dataset', default='', metavar='NAME', help="PREFIX/NAME with prefix torch, hfds, hfids, tfds or wds; "
-        'without it, --data-dir holds a folder (or SPLIT.tar) per split with a folder of images per class')
+        '--dataset',
+        default='',
+        metavar='NAME',
+        help='PREFIX/NAME with prefix torch, hfds, hfids, tfds or wds; '
+        'without it, --data-dir holds a folder (or SPLIT.tar) per split with a folder of images per class',
+    )
     if train:
         group.add_argument('--train-split', default='train', metavar='NAME', help='split to train on')
         group.add_argument('--val-split', default='validation', metavar='NAME', help="split to validate on, '': none")
@@ -121,7 +165,8 @@ def _dataset_options(parser: OptionParser, train: bool) -> None:
     group.add_argument('--input-key', type=str, metavar='KEY', help='name of the image in a record')
     group.add_argument('--target-key', type=str, metavar='KEY', help='name of the class in a record')
     group.add_argument(
-        '--dataset-trust-remote-code', action='store_true', help="let a Hugging Face dataset's own code run")
+        '--dataset-trust-remote-code', action='store_true', help="let a Hugging Face dataset's own code run"
+    )
 
 
 def _model_options(parser: OptionParser) -> None:
@@ -130,13 +175,19 @@ def _model_options(parser: OptionParser) -> None:
     group.add_argument('--pretrained', action='store_true', help='start from the released weights')
     group.add_argument('--pretrained-path', type=str, metavar='FILE', help='a local file in place of the released one')
     group.add_argument(
-        '--initial-checkpoint', default='', type=str, metavar='FILE', help='load this checkpoint into the new model')
+        '--initial-checkpoint', default='', type=str, metavar='FILE', help='load this checkpoint into the new model'
+    )
     group.add_argument(
-        '--resume', default='', type=str, metavar='FILE',
+        '--resume',
+        default='',
+        type=str,
+        metavar='FILE',
         help="continue a run from this checkpoint, or this output folder's last one and with its options; 'auto': from "
-             "the experiment's own last one, if there is one yet")
+        "the experiment's own last one, if there is one yet",
+    )
     group.add_argument(
-        '--no-resume-opt', action='store_true', help="do not continue with the checkpoint's optimizer state")
+        '--no-resume-opt', action='store_true', help="do not continue with the checkpoint's optimizer state"
+    )
     _head_options(group)
     group.add_argument('--head-init-scale', type=REAL, metavar='X', help='factor on the initial classifier weights')
     group.add_argument('--head-init-bias', type=REAL, metavar='X', help='initial classifier bias')
@@ -147,8 +198,13 @@ def _head_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument('--gp', type=str, metavar='TYPE', help='global pooling: fast, avg, max, avgmax, …')
     group.add_argument('--fast-norm', action='store_true', help="timm's fast norm layers where they exist")
     group.add_argument(
-        '--model-kwargs', nargs='*', default={}, action=KeyValues, metavar='KEY=VALUE',
-        help='more arguments of the model')
+        '--model-kwargs',
+        nargs='*',
+        default={},
+        action=KeyValues,
+        metavar='KEY=VALUE',
+        help='more arguments of the model',
+    )
 
 
 def _input_options(parser: OptionParser) -> None:
@@ -160,42 +216,67 @@ def _input_options(parser: OptionParser) -> None:
     group.add_argument('--mean', type=REAL, nargs='+', metavar='X', help='mean of each channel')
     group.add_argument('--std', type=POSITIVE, nargs='+', metavar='X', help='standard deviation of each channel')
     group.add_argument(
-        '--interpolation', default='', type=str, metavar='NAME', choices=('', *INTERPOLATIONS),
-        help='how to resize: ' + ', '.join(INTERPOLATIONS))
+        '--interpolation',
+        default='',
+        type=str,
+        metavar='NAME',
+        choices=('', *INTERPOLATIONS),
+        help='how to resize: ' + ', '.join(INTERPOLATIONS),
+    )
 
 
 def _loader_options(parser: OptionParser) -> None:
     group = parser.add_argument_group('device and loading')
     group.add_argument('--device', default='cuda', type=str, help='device; for cuda, the CPU where there is none')
     group.add_argument(
-        '-j', '--workers', type=Number(int, least=0, most=MOST_WORKERS), default=4, metavar='N',
-        help='processes that load images')
+        '-j',
+        '--workers',
+        type=Number(int, least=0, most=MOST_WORKERS),
+        default=4,
+        metavar='N',
+        help='processes that load images',
+    )
     group.add_argument('--pin-mem', action='store_true', help='pin memory for the transfer to the device')
     group.add_argument('--no-prefetcher', action='store_true', help='no asynchronous transfer to the device')
-    group.add_argument('--seed', type=Number(int, least=0, most=2 ** 31 - 1), default=42, help='random seed')
+    group.add_argument('--seed', type=Number(int, least=0, most=2**31 - 1), default=42, help='random seed')
 
 
 def _numerics_options(parser: OptionParser, train: bool) -> None:
     group = parser.add_argument_group('numerics and memory')
     group.add_argument('--amp', action='store_true', help='mixed precision')
     group.add_argument(
-        '--amp-dtype', type=str, default='float16', choices=('float16', 'bfloat16'),
-        help='lower precision of --amp; float16 scales the loss, bfloat16 needs no such thing')
+        '--amp-dtype',
+        type=str,
+        default='float16',
+        choices=('float16', 'bfloat16'),
+        help='lower precision of --amp; float16 scales the loss, bfloat16 needs no such thing',
+    )
     group.add_argument(
-        '--model-dtype', type=str, choices=('float32', 'float16', 'bfloat16'),
-        help='type of weights and images throughout, without --amp')
+        '--model-dtype',
+        type=str,
+        choices=('float32', 'float16', 'bfloat16'),
+        help='type of weights and images throughout, without --amp',
+    )
     group.add_argument('--channels-last', action='store_true', help='memory layout with the channels last')
     group.add_argument(
-        '--torchcompile', nargs='?', type=str, const='inductor', metavar='BACKEND',
-        help='compile the model; with inductor if no backend is given')
+        '--torchcompile',
+        nargs='?',
+        type=str,
+        const='inductor',
+        metavar='BACKEND',
+        help='compile the model; with inductor if no backend is given',
+    )
     group.add_argument('--torchcompile-mode', type=str, metavar='MODE', help='mode of the compilation')
     if train:
         group.add_argument(
-            '--grad-accum-steps', type=COUNT, default=1, metavar='N', help='batches whose gradients make one update')
+            '--grad-accum-steps', type=COUNT, default=1, metavar='N', help='batches whose gradients make one update'
+        )
         group.add_argument(
-            '--grad-checkpointing', action='store_true', help='compute activations twice to save their memory')
+            '--grad-checkpointing', action='store_true', help='compute activations twice to save their memory'
+        )
         group.add_argument(
-            '--device-modules', type=str, nargs='+', metavar='MODULE', help='modules to import for other devices')
+            '--device-modules', type=str, nargs='+', metavar='MODULE', help='modules to import for other devices'
+        )
 
 
 def _optimizer_options(parser: OptionParser) -> None:
@@ -210,32 +291,51 @@ def _optimizer_options(parser: OptionParser) -> None:
     group.add_argument('--layer-decay', type=PART, metavar='X', help='learning-rate factor from layer to layer')
     group.add_argument('--layer-decay-min-scale', type=FRACTION, default=0, metavar='X', help='its lower limit')
     group.add_argument(
-        '--layer-decay-no-opt-scale', type=FRACTION, metavar='X', help='do not train layers with a smaller factor')
+        '--layer-decay-no-opt-scale', type=FRACTION, metavar='X', help='do not train layers with a smaller factor'
+    )
     group.add_argument(
-        '--opt-kwargs', nargs='*', default={}, action=KeyValues, metavar='KEY=VALUE',
-        help='more arguments of the optimizer')
+        '--opt-kwargs',
+        nargs='*',
+        default={},
+        action=KeyValues,
+        metavar='KEY=VALUE',
+        help='more arguments of the optimizer',
+    )
 
 
 def _schedule_options(parser: OptionParser) -> None:
     group = parser.add_argument_group('schedule')
     group.add_argument(
-        '--sched', type=str, default='cosine', metavar='NAME', help='schedule of the learning rate',
-        choices=('cosine', 'tanh', 'step', 'multistep', 'plateau', 'poly', 'wsd', 'rsqrt', 'constant', 'none'))
+        '--sched',
+        type=str,
+        default='cosine',
+        metavar='NAME',
+        help='schedule of the learning rate',
+        choices=('cosine', 'tanh', 'step', 'multistep', 'plateau', 'poly', 'wsd', 'rsqrt', 'constant', 'none'),
+    )
     group.add_argument('--sched-on-updates', action='store_true', help='step it on every update, not every epoch')
     group.add_argument('--lr', type=NOT_NEGATIVE, metavar='X', help='learning rate; from --lr-base if not given')
     group.add_argument('--lr-base', type=NOT_NEGATIVE, default=0.1, metavar='X', help='learning rate at --lr-base-size')
     group.add_argument('--lr-base-size', type=COUNT, default=256, metavar='N', help='images per update of --lr-base')
     group.add_argument(
-        '--lr-base-scale', type=str, default='', choices=('', 'linear', 'sqrt'),
-        help='how it scales with the images per update; sqrt for adaptive optimizers and linear otherwise if not given')
+        '--lr-base-scale',
+        type=str,
+        default='',
+        choices=('', 'linear', 'sqrt'),
+        help='how it scales with the images per update; sqrt for adaptive optimizers and linear otherwise if not given',
+    )
     group.add_argument(
-        '--lr-noise', type=FRACTION, nargs='+', metavar='X', help='noise on and off, in parts of the run')
+        '--lr-noise', type=FRACTION, nargs='+', metavar='X', help='noise on and off, in parts of the run'
+    )
     group.add_argument(
-        '--lr-noise-pct', type=Number(float, least=0.01, most=1), default=0.67, metavar='X', help='limit of the noise')
+        '--lr-noise-pct', type=Number(float, least=0.01, most=1), default=0.67, metavar='X', help='limit of the noise'
+    )
     group.add_argument(
-        '--lr-noise-std', type=Number(float, least=0, most=10), default=1.0, metavar='X', help='deviation of the noise')
+        '--lr-noise-std', type=Number(float, least=0, most=10), default=1.0, metavar='X', help='deviation of the noise'
+    )
     group.add_argument(
-        '--lr-cycle-mul', type=Number(float, least=1), default=1.0, metavar='X', help='factor on the cycle length')
+        '--lr-cycle-mul', type=Number(float, least=1), default=1.0, metavar='X', help='factor on the cycle length'
+    )
     group.add_argument('--lr-cycle-decay', type=FRACTION, default=0.5, metavar='X', help='factor on each cycle')
     group.add_argument('--lr-cycle-limit', type=COUNT, default=1, metavar='N', help='number of cycles')
     group.add_argument('--lr-k-decay', type=POSITIVE, default=1.0, metavar='X', help='k of k-decay')
@@ -243,15 +343,18 @@ def _schedule_options(parser: OptionParser) -> None:
     group.add_argument('--min-lr', type=NOT_NEGATIVE, default=0, metavar='X', help='smallest learning rate')
     group.add_argument('--epochs', type=COUNT, default=300, metavar='N', help='epochs to train')
     group.add_argument(
-        '--epoch-repeats', type=NOT_NEGATIVE, default=0.0, metavar='X', help='passes per epoch, for streams')
+        '--epoch-repeats', type=NOT_NEGATIVE, default=0.0, metavar='X', help='passes per epoch, for streams'
+    )
     group.add_argument('--start-epoch', type=WHOLE, metavar='N', help='first epoch')
     group.add_argument(
-        '--decay-milestones', type=WHOLE, nargs='+', default=[90, 180, 270], metavar='N', help='epochs of multistep')
+        '--decay-milestones', type=WHOLE, nargs='+', default=[90, 180, 270], metavar='N', help='epochs of multistep'
+    )
     group.add_argument('--decay-epochs', type=POSITIVE, default=90, metavar='X', help='epochs between decays')
     group.add_argument('--warmup-epochs', type=WHOLE, default=5, metavar='N', help='epochs of warm-up')
     group.add_argument('--warmup-prefix', action='store_true', help='warm-up comes on top of --epochs')
     group.add_argument(
-        '--cooldown-epochs', type=WHOLE, default=0, metavar='N', help='epochs at --min-lr after the rest')
+        '--cooldown-epochs', type=WHOLE, default=0, metavar='N', help='epochs at --min-lr after the rest'
+    )
     group.add_argument('--patience-epochs', type=WHOLE, default=10, metavar='N', help='patience of plateau')
     group.add_argument('--decay-rate', '--dr', type=POSITIVE, default=0.1, metavar='X', help='factor of each decay')
 
@@ -262,7 +365,8 @@ def _augmentation_options(parser: OptionParser) -> None:
     group.add_argument('--train-crop-mode', type=str, choices=('rrc', 'rkrc', 'rkrr'), help='how to crop at random')
     group.add_argument('--scale', type=POSITIVE, nargs='+', default=[0.08, 1.0], metavar='X', help='area of the crop')
     group.add_argument(
-        '--ratio', type=POSITIVE, nargs='+', default=[3 / 4, 4 / 3], metavar='X', help='its aspect ratio')
+        '--ratio', type=POSITIVE, nargs='+', default=[3 / 4, 4 / 3], metavar='X', help='its aspect ratio'
+    )
     group.add_argument('--hflip', type=FRACTION, default=0.5, metavar='P', help='probability of a horizontal flip')
     group.add_argument('--vflip', type=FRACTION, default=0.0, metavar='P', help='probability of a vertical flip')
     group.add_argument('--color-jitter', type=NOT_NEGATIVE, default=0.4, metavar='X', help='colour jitter')
@@ -271,43 +375,72 @@ def _augmentation_options(parser: OptionParser) -> None:
     group.add_argument('--gaussian-blur-prob', type=FRACTION, metavar='P', help='probability of a blur')
     group.add_argument('--aa', type=str, metavar='POLICY', help="AutoAugment policy, 'original' or 'rand-m9-mstd0.5'")
     group.add_argument(
-        '--aug-repeats', type=NOT_NEGATIVE, default=0, metavar='X',
-        help='augmentations of each image, on several processes')
+        '--aug-repeats',
+        type=NOT_NEGATIVE,
+        default=0,
+        metavar='X',
+        help='augmentations of each image, on several processes',
+    )
     group.add_argument(
-        '--aug-splits', type=WHOLE, default=0, metavar='N', help='augmentations of each image: 0 or >= 2')
+        '--aug-splits', type=WHOLE, default=0, metavar='N', help='augmentations of each image: 0 or >= 2'
+    )
     group.add_argument('--reprob', type=FRACTION, default=0.0, metavar='P', help='probability of random erasing')
     group.add_argument('--remode', type=str, default='pixel', choices=('pixel', 'rand', 'const'), help='its filling')
     group.add_argument('--recount', type=COUNT, default=1, metavar='N', help='its regions')
     group.add_argument('--resplit', action='store_true', help='no random erasing in the first (clean) split')
     group.add_argument(
-        '--train-interpolation', type=str, default='random', metavar='NAME', choices=('', 'random', *INTERPOLATIONS),
-        help='how to resize training images: random, or as --interpolation')
+        '--train-interpolation',
+        type=str,
+        default='random',
+        metavar='NAME',
+        choices=('', 'random', *INTERPOLATIONS),
+        help='how to resize training images: random, or as --interpolation',
+    )
     group.add_argument(
-        '--worker-seeding', type=str, default='all', choices=('all', 'part'), help='random generators to seed')
+        '--worker-seeding', type=str, default='all', choices=('all', 'part'), help='random generators to seed'
+    )
 
 
 def _size_options(parser: OptionParser) -> None:
     group = parser.add_argument_group('several image sizes')
     group.add_argument(
-        '--train-img-sizes', type=COUNT, nargs='+', metavar='N',
-        help='sides of square images, one drawn for each batch')
+        '--train-img-sizes', type=COUNT, nargs='+', metavar='N', help='sides of square images, one drawn for each batch'
+    )
     group.add_argument(
-        '--train-batch-sizes', type=COUNT, nargs='+', metavar='N', help='images per batch at each of them')
+        '--train-batch-sizes', type=COUNT, nargs='+', metavar='N', help='images per batch at each of them'
+    )
     group.add_argument('--train-size-probs', type=NOT_NEGATIVE, nargs='+', metavar='P', help='how often each is drawn')
     group.add_argument(
-        '--train-size-schedule', type=str, default='constant', choices=('constant', 'progressive'),
-        help='progressive moves from the first size to the last over the epochs')
+        '--train-size-schedule',
+        type=str,
+        default='constant',
+        choices=('constant', 'progressive'),
+        help='progressive moves from the first size to the last over the epochs',
+    )
     group.add_argument(
-        '--train-size-schedule-spread', type=NOT_NEGATIVE, default=0.65, metavar='X',
-        help='width of the progressive choice, in sizes')
+        '--train-size-schedule-spread',
+        type=NOT_NEGATIVE,
+        default=0.65,
+        metavar='X',
+        help='width of the progressive choice, in sizes',
+    )
     group.add_argument(
-        '--train-size-random-mix', type=FRACTION, default=0.1, metavar='P',
-        help='part of it that is drawn from all sizes')
+        '--train-size-random-mix',
+        type=FRACTION,
+        default=0.1,
+        metavar='P',
+        help='part of it that is drawn from all sizes',
+    )
     group.add_argument(
-        '--train-batches-per-epoch', '--train-steps-per-epoch', type=COUNT, metavar='N', help='batches per epoch')
+        '--train-batches-per-epoch', '--train-steps-per-epoch', type=COUNT, metavar='N', help='batches per epoch'
+    )
     group.add_argument(
-        '--variable-batch-loss-scale', type=str, default='none', choices=('none', 'sqrt', 'linear'),
-        help='weigh the loss of a batch by (its size / --batch-size), or the square root of that')
+        '--variable-batch-loss-scale',
+        type=str,
+        default='none',
+        choices=('none', 'sqrt', 'linear'),
+        help='weigh the loss of a batch by (its size / --batch-size), or the square root of that',
+    )
 
 
 def _mixing_options(parser: OptionParser) -> None:
@@ -318,9 +451,11 @@ def _mixing_options(parser: OptionParser) -> None:
     group.add_argument('--cutmix-minmax', type=PART, nargs='+', metavar='X', help='limits of the area cut')
     group.add_argument('--mixup-prob', type=FRACTION, default=1.0, metavar='P', help='probability of mixing')
     group.add_argument(
-        '--mixup-switch-prob', type=FRACTION, default=0.5, metavar='P', help='of cutmix where both are on')
+        '--mixup-switch-prob', type=FRACTION, default=0.5, metavar='P', help='of cutmix where both are on'
+    )
     group.add_argument(
-        '--mixup-mode', type=str, default='batch', choices=('batch', 'pair', 'elem'), help='what shares a mix')
+        '--mixup-mode', type=str, default='batch', choices=('batch', 'pair', 'elem'), help='what shares a mix'
+    )
     group.add_argument('--mixup-off-epoch', type=WHOLE, default=0, metavar='N', help='no mixing from then on, 0: never')
     group.add_argument('--jsd-loss', action='store_true', help='Jensen-Shannon and cross-entropy, with --aug-splits')
     group.add_argument('--bce-loss', action='store_true', help='binary cross-entropy')
@@ -352,14 +487,24 @@ def _distribution_options(parser: OptionParser) -> None:
     group = parser.add_argument_group('several processes, started by torchrun')
     group.add_argument('--sync-bn', action='store_true', help='batch norm over the images of all processes')
     group.add_argument(
-        '--dist-bn', type=str, default='reduce', choices=('reduce', 'broadcast', ''),
-        help="batch-norm statistics after each epoch: the processes' mean, those of the first, or each its own")
+        '--dist-bn',
+        type=str,
+        default='reduce',
+        choices=('reduce', 'broadcast', ''),
+        help="batch-norm statistics after each epoch: the processes' mean, those of the first, or each its own",
+    )
     group.add_argument(
-        '--no-ddp-bb', action='store_true', help="do not give all processes the first one's buffers at every batch")
+        '--no-ddp-bb', action='store_true', help="do not give all processes the first one's buffers at every batch"
+    )
     group.add_argument('--synchronize-step', action='store_true', help='wait for the device after every update')
     group.add_argument(
-        '--local_rank', '--local-rank', type=Number(int), default=0, metavar='N',
-        help='has no effect: the number of a process is taken from the environment')
+        '--local_rank',
+        '--local-rank',
+        type=Number(int),
+        default=0,
+        metavar='N',
+        help='has no effect: the number of a process is taken from the environment',
+    )
 
 
 def _output_options(parser: OptionParser) -> None:
@@ -372,17 +517,22 @@ def _output_options(parser: OptionParser) -> None:
     group.add_argument('--log-interval', type=COUNT, default=50, metavar='N', help='batches between log lines')
     group.add_argument('--checkpoint-hist', type=COUNT, default=10, metavar='N', help='checkpoints to keep')
     group.add_argument(
-        '--recovery-interval', type=WHOLE, default=0, metavar='N', help='updates between recovery checkpoints, 0: none')
+        '--recovery-interval', type=WHOLE, default=0, metavar='N', help='updates between recovery checkpoints, 0: none'
+    )
     group.add_argument(
-        '--use-multi-epochs-loader', action='store_true',
-        help="keep the loader's processes from epoch to epoch; a resumed run then has other random numbers")
+        '--use-multi-epochs-loader',
+        action='store_true',
+        help="keep the loader's processes from epoch to epoch; a resumed run then has other random numbers",
+    )
     group.add_argument('--log-wandb', action='store_true', help='log every epoch to Weights & Biases (needs wandb)')
     group.add_argument('--wandb-project', type=str, metavar='NAME', help='project there')
     group.add_argument('--wandb-tags', type=str, nargs='+', default=[], metavar='TAG', help='tags there')
     group.add_argument('--wandb-resume-id', type=str, default='', metavar='ID', help='run there to continue')
     group.add_argument(
-        '--log-tensorboard', action='store_true',
-        help='log every epoch for TensorBoard, in the output folder (needs tensorboard)')
+        '--log-tensorboard',
+        action='store_true',
+        help='log every epoch for TensorBoard, in the output folder (needs tensorboard)',
+    )
     group.add_argument('--save-images', action='store_true', help='save training batches at every log interval')
     group.add_argument('--output', default='', type=str, metavar='DIR', help='parent of the output, output/train')
     group.add_argument('--experiment', default='', type=str, metavar='NAME', help='folder in it; date, model and size')
@@ -390,5 +540,9 @@ def _output_options(parser: OptionParser) -> None:
 
 def _views_option(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        '--tta', type=Number(int, least=0, most=MOST_VIEWS), default=0, metavar='N',
-        help='validate on N views of each image (centre, corners, mirror images), up to 10, and average the outputs')
+        '--tta',
+        type=Number(int, least=0, most=MOST_VIEWS),
+        default=0,
+        metavar='N',
+        help='validate on N views of each image (centre, corners, mirror images), up to 10, and average the outputs',
+    )

@@ -1,4 +1,5 @@
 """Command line and YAML file, checked against one parser."""
+
 import argparse
 import math
 import re
@@ -15,7 +16,15 @@ from flatten_zoo.files import write_beside
 from flatten_zoo.models.recorded import check_plain, shown
 
 __all__ = [
-    'KeyValues', 'Number', 'OptionParser', 'Options', 'as_given', 'flag', 'program', 'read_options_file', 'recipes',
+    'KeyValues',
+    'Number',
+    'OptionParser',
+    'Options',
+    'as_given',
+    'flag',
+    'program',
+    'read_options_file',
+    'recipes',
     'write_options_file',
 ]
 
@@ -87,7 +96,7 @@ class Flag(argparse.Action):
 
     def __init__(self, option_strings: list[str], dest: str, default: bool = False, help: str | None = None):
         name = option_strings[0].removeprefix('--')
-        self.opposite = f"--{name.removeprefix('no-')}" if name.startswith('no-') else f'--no-{name}'
+        self.opposite = f'--{name.removeprefix("no-")}' if name.startswith('no-') else f'--no-{name}'
         super().__init__([*option_strings, self.opposite], dest, nargs=0, default=default, help=help)
 
     def __call__(self, parser, namespace, values, option_string=None):
@@ -107,8 +116,11 @@ class OptionParser(argparse.ArgumentParser):
         self.refused = refused or {}
         self.register('action', 'store_true', Flag)
         self.add_argument(
-            '-c', '--config', metavar='FILE',
-            help='YAML file of options, or the name of a recipe; the command line overrides it')
+            '-c',
+            '--config',
+            metavar='FILE',
+            help='YAML file of options, or the name of a recipe; the command line overrides it',
+        )
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
@@ -156,7 +168,7 @@ class OptionParser(argparse.ArgumentParser):
             if key in self.refused:
                 raise UsageError(f'{source}: {key}: {self.refused[key]}')
             if key not in actions:
-                raise UsageError(f"{source}: {unknown_name('option', str(key), actions)}")
+                raise UsageError(f'{source}: {unknown_name("option", str(key), actions)}')
             try:
                 checked[key] = _checked(actions[key], value)
                 if key == 'model_kwargs':
@@ -216,7 +228,8 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_implicit_resolver(
-    'tag:yaml.org,2002:float', re.compile(r'^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$'), list('-+.0123456789'))
+    'tag:yaml.org,2002:float', re.compile(r'^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$'), list('-+.0123456789')
+)
 
 
 def read_options_file(path: str | Path) -> dict[str, Any]:
@@ -232,7 +245,7 @@ def read_options_file(path: str | Path) -> dict[str, Any]:
     except yaml.YAMLError as e:
         mark = getattr(e, 'problem_mark', None)
         where = f'{path}, line {mark.line + 1}' if mark else path
-        raise UsageError(f"{where}: not valid YAML: {getattr(e, 'problem', None) or e}") from e
+        raise UsageError(f'{where}: not valid YAML: {getattr(e, "problem", None) or e}') from e
     if values is None:
         return {}
     if not isinstance(values, dict):
