@@ -53,7 +53,7 @@ class FocusedCosineAttention(FocusedLinearAttention):
 
 
 class FlattenSwinV2Block(nn.Module):
-    """A Swin V2 block whose attention is focused linear: over the whole (B, H, W, dim) map, no window, shift or mask."""
+    """A Swin V2 block whose attention is focused linear: over the whole (B, H, W, dim) map, no windows or mask."""
 
     def __init__(self, block: SwinTransformerV2Block, attn: FocusedCosineAttention):
         """

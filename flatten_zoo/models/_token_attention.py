@@ -21,6 +21,7 @@ class Grid(NamedTuple):
     width: int
 
 
+@torch.fx.wrap  # timm's networks have masks as arguments, of which symbolic tracing does not know that they are None
 def check_unmasked(attn_mask: torch.Tensor | None, is_causal: bool) -> None:
     """Raises a ValueError if attention is to be masked."""
     if attn_mask is not None or is_causal:
@@ -86,9 +87,8 @@ def find_grid(
     Raises:
         ValueError: Attention is to be masked, or the grid is missing.
     """
-    if not torch.jit.is_scripting():
-        if isinstance(attn_mask, Grid):
-            return attn_mask
+    if not torch.jit.is_scripting() and isinstance(attn_mask, Grid):
+        return attn_mask
     check_unmasked(attn_mask, is_causal)
     if dynamic_grid_size:
         raise ValueError(

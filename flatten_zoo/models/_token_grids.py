@@ -20,6 +20,8 @@ from ._token_attention import Grid, check_unmasked
 
 __all__ = ['tell_grids']
 
+torch.fx.wrap('check_unmasked')
+
 
 def on_grid(block: nn.Module, grid: Grid) -> Callable[..., torch.Tensor]:
     """A block with a grid bound to its attention, if that is linear."""

@@ -28,7 +28,7 @@ ATTENTIONS = (Attention, AttentionRope, eva.EvaAttention, beit.Attention)  # of 
 
 REFUSED = {  # timm's class: what people call it, and why it cannot be converted
     'Xcit': ('XCiT', 'its attention is between channels, and linear in the number of tokens already'),
-    'MaxxVit': ('MaxViT', 'it attends in windows and in sparse grids in turn, which over the whole map are the same'),
+    'MaxxVit': ('MaxViT', 'between its convolutions it attends in windows and sparse grids, in layouts of its own'),
     'Cait': ('CaiT', 'its talking heads mix the attention matrices of the heads, and linear attention has none'),
     'Levit': ('LeViT', 'a bias in the attention matrix is all that it knows of positions'),
     'ConVit': ('ConViT', 'it mixes the attention matrix with one of positions, and linear attention has none'),
@@ -36,10 +36,7 @@ REFUSED = {  # timm's class: what people call it, and why it cannot be converted
     'CoaT': ('CoaT', 'its attention is linear in the number of tokens already'),
     'EfficientVit': ('EfficientViT', 'its attention is linear in the number of tokens already'),
     'NaFlexVit': ('NaFlexViT', 'every image of a batch has a grid of its own, and masked padding'),
-    'VisionTransformerSAM': (
-        "SAM's ViT",
-        'queries meet relative positions in the attention matrix, which is not formed',
-    ),
+    'VisionTransformerSAM': ("SAM's ViT", 'its queries meet relative positions in the attention matrix'),
 }
 
 
@@ -128,7 +125,7 @@ def replace_attention(
     works as before: blocks keep their (B, N, C) tokens. Class, register and distillation tokens attend and are attended
     to like the others; positional encoding and depthwise convolution are of the patches alone.
 
-    Converted are `VisionTransformer` (ViT, DeiT, DeiT III, DINO, DINOv2, CLIP, SigLIP, …), `VisionTransformerDistilled`,
+    Converted are `VisionTransformer` (ViT, DeiT with or without distillation, DeiT III, DINO, DINOv2, CLIP, SigLIP, …),
     `Eva` (EVA, EVA-02, DINOv3, Perception Encoder, …), `Beit`, and for 'focused_linear' also `SwinTransformer`,
     `SwinTransformerV2` and `PyramidVisionTransformerV2`. What depends on an attention matrix has no place in linear
     attention, and is dropped: its dropout, the relative position bias of Swin and BEiT, and the temperature of Swin V2,
@@ -168,7 +165,7 @@ def replace_attention(
     if attention == 'efficient':
         if not is_vit:
             raise ValueError(
-                f"attention='efficient' is for VisionTransformer, Eva and Beit, got a {type(model).__name__}"
+                f"attention='efficient' is for a VisionTransformer, Eva or Beit, got a {type(model).__name__}"
             )
         if img_size or kwargs:
             further = ', '.join([*['img_size'][: bool(img_size)], *kwargs])
