@@ -40,6 +40,10 @@ REFUSED = {  # timm's class: what people call it, and why it cannot be converted
 }
 
 
+def log_dropped(what: str) -> None:
+    _logger.warning('Linear attention has no place for %s: dropped.', what)
+
+
 def attention_owners(block: nn.Module) -> list[nn.Module]:
     """The modules of a block whose `attn` is to be replaced.
 
@@ -49,7 +53,7 @@ def attention_owners(block: nn.Module) -> list[nn.Module]:
     owners = list(block.attns) if isinstance(block, ParallelThingsBlock) else [block]
     for owner in owners:
         if not hasattr(owner, 'attn'):
-            raise ValueError(f'cannot replace the attention of a {type(owner).__name__}, which has no attn')
+            raise ValueError(f'cannot replace the attention of a {type(owner).__name__}, which is no module of its own')
         if type(owner.attn) not in ATTENTIONS:
             raise ValueError(
                 f'cannot replace a {type(owner.attn).__name__}: only softmax attention between tokens, of the types '
@@ -71,7 +75,7 @@ def replace_in_blocks(model: nn.Module, where: Sequence[int], make: Callable[[nn
     if isinstance(model, Beit) and any(
         bias is not None for bias in (model.rel_pos_bias, *(o.attn.relative_position_bias_table for o in owners))
     ):
-        _logger.warning('the relative position bias has no place in linear attention: dropped')
+        log_dropped('relative position bias')
     for owner, attn in zip(owners, made, strict=True):
         owner.attn = attn
     if isinstance(model, Beit) and not any(isinstance(block.attn, beit.Attention) for block in model.blocks):
@@ -179,9 +183,10 @@ def replace_attention(
         replace_by_focused_linear_attention(model, _chosen(where, len(model.blocks)), **kwargs)
     elif isinstance(model, SwinTransformer):
         flatten_swin.flatten_stages(model, _attn_types(where, len(model.layers)), **kwargs)
+        log_dropped('relative position bias')
     elif isinstance(model, SwinTransformerV2):
         _flatten_swin_v2.flatten_stages(model, _attn_types(where, len(model.layers)), **kwargs)
-        _logger.warning('temperature and relative position bias have no place in linear attention: dropped')
+        log_dropped('relative position bias and temperature')
     elif isinstance(model, PyramidVisionTransformerV2):
         img_size = img_size or getattr(model, 'pretrained_cfg', {}).get('input_size', (3, 224, 224))[1:]
         flatten_pvt_v2.flatten_stages(model, _attn_types(where, len(model.stages)), img_size, **kwargs)
