@@ -24,7 +24,7 @@ __all__ = ['replace_attention']
 
 _logger = logging.getLogger(__name__)
 
-ATTENTIONS = (Attention, AttentionRope, eva.EvaAttention, beit.Attention)  # of blocks of (B, N, C) tokens
+SOFTMAX_ATTENTIONS = (Attention, AttentionRope, eva.EvaAttention, beit.Attention)  # of blocks of (B, N, C) tokens
 
 REFUSED = {  # timm's class: what people call it, and why it cannot be converted
     'Xcit': ('XCiT', 'its attention is between channels, and linear in the number of tokens already'),
@@ -54,10 +54,10 @@ def attention_owners(block: nn.Module) -> list[nn.Module]:
     for owner in owners:
         if not hasattr(owner, 'attn'):
             raise ValueError(f'cannot replace the attention of a {type(owner).__name__}, which is no module of its own')
-        if type(owner.attn) not in ATTENTIONS:
+        if type(owner.attn) not in SOFTMAX_ATTENTIONS:
             raise ValueError(
                 f'cannot replace a {type(owner.attn).__name__}: only softmax attention between tokens, of the types '
-                f'{", ".join(dict.fromkeys(kind.__name__ for kind in ATTENTIONS))}'
+                f'{", ".join(dict.fromkeys(kind.__name__ for kind in SOFTMAX_ATTENTIONS))}'
             )
     return owners
 
