@@ -180,7 +180,7 @@ class FocusedTokenAttention(FocusedLinearAttention):
 
     @torch.jit.ignore
     def patch_maps(self, x: torch.Tensor, rope: Any = None, attn_mask: Any = None, *_: Any) -> list[torch.Tensor]:
-        """Queries, keys and values of the patches, (B, H, W, num_heads · head_dim) each, in a call of these arguments."""
+        """Queries, keys and values of the patches, each (B, H, W, channels), in a call with these arguments."""
         grid_size = find_grid(self.grid_size, self.dynamic_grid_size, attn_mask, False)
         return [y[:, self.num_prefix_tokens :].unflatten(1, grid_size) for y in self.project(x, rope)]
 
