@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from .errors import UsageError, report_usage_errors
 
@@ -520,9 +521,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog='flatten-zoo', description='Efficient-attention vision backbones for timm.')
     subparsers = parser.add_subparsers(metavar='COMMAND', dest='command', required=True)
     for name, command in COMMANDS.items():
-        summary, _, _ = command.__doc__.partition('\n')
+        summary, _, _ = (command.__doc__ or '').partition('\n')
         # all words after a program are its arguments, --help too
-        options = {'add_help': False, 'prefix_chars': '\0'} if name in PROGRAMS else {}
+        options: dict[str, Any] = {'add_help': False, 'prefix_chars': '\0'} if name in PROGRAMS else {}
         subparser = subparsers.add_parser(name, help=summary, description=command.__doc__, **options)
         subparser.set_defaults(run=command(subparser))
     args = parser.parse_args(argv)
@@ -531,4 +532,10 @@ def main(argv: list[str] | None = None) -> int:
     if vars(args).pop('command') in PROGRAMS:
         os.environ.setdefault('OMP_WAIT_POLICY', 'passive')  # spinning threads starve the loader's processes
     importlib.import_module('.weights', __package__)  # registers the networks, which `flatten_zoo` left to this
-    return report_usage_errors(lambda: args.run(args))
+    try:
+        status = report_usage_errors(lambda: args.run(args))
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read this has seen enough, as in `flatten-zoo list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush at the end
+        return 128 + 13  # as a shell reports SIGPIPE
+    return status

@@ -194,7 +194,7 @@ class _Attention(torch.autograd.Function):
             ):
                 grads = _differentiated(grad, inputs, ctx.needs_input_grad, p, num_heads)
             else:
-                grads = _attention_backward(grad, *inputs, *saved, p, num_heads, ctx.needs_input_grad)
+                grads = _attention_backward(grad, *inputs, *saved, p, num_heads, ctx.needs_input_grad)  # type: ignore[call-arg]  # mypy cannot count them
         return *grads, None, None
 
 
@@ -204,7 +204,7 @@ def _differentiated(grad, inputs, needed, p, num_heads):
     with torch.enable_grad():
         # aliases, as an input may be computed from another one
         inputs = [x.view_as(x) if need else x for x, need in zip(inputs, needed, strict=False)]
-        out = plain_attention(*inputs, p, num_heads)
+        out = plain_attention(*inputs, p, num_heads)  # type: ignore[call-arg]  # mypy cannot count them
     wanted = [x for x, need in zip(inputs, needed, strict=False) if need]
     grads = iter(torch.autograd.grad(out, wanted, grad, create_graph=create_graph))
     return [next(grads) if need else None for need in needed[:7]]

@@ -36,7 +36,7 @@ class EfficientTokenAttention(EfficientAttention):
         for conv, (weight, bias, trainable) in convs.items():
             with torch.no_grad():
                 conv.weight.copy_(weight.unsqueeze(-1))
-                conv.bias.copy_(bias)
+                conv.bias.copy_(bias)  # type: ignore[union-attr]  # all have one
             conv.requires_grad_(trainable)
         self.proj_drop = attn.proj_drop
 
@@ -112,7 +112,7 @@ def replace_attention(
     elif img_size and not isinstance(model, PyramidVisionTransformerV2):
         raise ValueError(f'img_size is for a PVTv2; a {type(model).__name__} knows its own')
     elif type(model) in (VisionTransformer, flatten_deit.FlattenViT):
-        flatten_deit.flatten_blocks(model, _attn_types(where, len(model.blocks)), **kwargs)
+        flatten_deit.flatten_blocks(model, _attn_types(where, len(model.blocks)), **kwargs)  # type: ignore[arg-type]  # see `type(model)`
         model.__class__ = flatten_deit.FlattenViT  # in place: its methods know of tokens as maps
     elif isinstance(model, SwinTransformer):
         flatten_swin.flatten_stages(model, _attn_types(where, len(model.layers)), **kwargs)
