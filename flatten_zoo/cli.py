@@ -11,7 +11,8 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -509,6 +510,24 @@ COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Command]] = {
 PROGRAMS = ('train', 'validate')  # of the training room, which read their options themselves
 
 
+@contextmanager
+def _ends_with_its_reader() -> Iterator[None]:
+    """Ends quietly where nobody reads what is printed any more, as in `flatten-zoo list | head -1`."""
+    try:
+        try:
+            yield
+        finally:
+            print(end='', flush=True)
+    except BrokenPipeError:
+        try:
+            print(flush=True)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python writes the rest at its end
+            sys.exit(128 + 13)  # as a shell reports SIGPIPE
+        raise  # it was of another pipe
+
+
+@_ends_with_its_reader()
 def main(argv: list[str] | None = None) -> int:
     """Runs a subcommand.
 
@@ -532,10 +551,4 @@ def main(argv: list[str] | None = None) -> int:
     if vars(args).pop('command') in PROGRAMS:
         os.environ.setdefault('OMP_WAIT_POLICY', 'passive')  # spinning threads starve the loader's processes
     importlib.import_module('.weights', __package__)  # registers the networks, which `flatten_zoo` left to this
-    try:
-        status = report_usage_errors(lambda: args.run(args))
-        sys.stdout.flush()
-    except BrokenPipeError:  # whoever read this has seen enough, as in `flatten-zoo list | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush at the end
-        return 128 + 13  # as a shell reports SIGPIPE
-    return status
+    return report_usage_errors(lambda: args.run(args))

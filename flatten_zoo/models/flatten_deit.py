@@ -135,7 +135,7 @@ class FlattenViT(CheckedClassifier, VisionTransformer):
             x = x + resample_positions(self.pos_embed, grid_size, x.shape[1], x.shape[2])
         return self.pos_drop(x)
 
-    def forward_features(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # no masks
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """(B, H, W, C) map after the final norm. timm's attention masks make no sense here: no matrix to mask."""
         x = self.norm_pre(self._pos_embed(self.patch_embed(x)))
         if self.grad_checkpointing and not torch.jit.is_scripting():
@@ -153,7 +153,7 @@ class FlattenViT(CheckedClassifier, VisionTransformer):
             return x
         return global_pool_nlc(x.flatten(1, 2), pool_type=pool_type, num_prefix_tokens=0)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # no masks
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return self.forward_head(self.forward_features(x))
 
     @torch.jit.ignore
