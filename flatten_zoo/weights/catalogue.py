@@ -1,6 +1,7 @@
 """What models there are, and where their weights come from."""
 
 from pathlib import Path
+from typing import Any
 
 import timm
 from huggingface_hub import try_to_load_from_cache
@@ -89,7 +90,7 @@ class _Uninitialised(TorchFunctionMode):
 
 def describe(name: str) -> list[tuple[str, str]]:
     """A model in pairs of what and how: its configuration, its weights, what of them is cached, reported accuracy."""
-    cfg = get_pretrained_cfg(name)
+    cfg: Any = get_pretrained_cfg(name)
     with _Uninitialised():
         model = timm.create_model(name, device='meta')
     release = RELEASES.get(cfg.architecture) if cfg.tag == TAG else None
