@@ -357,23 +357,26 @@ def test_the_equation_over_all_tokens(attn, num_prefix_tokens):
         FocusedTokenAttention(deepcopy(attn), (3, 5)).state_dict()
         | {key: value for key, value in new.state_dict().items() if key.startswith(('positional', 'scale', 'dwc'))}
     )
-    x = torch.randn(
-        2, num_prefix_tokens + 15, attn.proj.in_features if attn.qkv is None else attn.qkv.in_features
-    ).double()
+    x = torch.randn(2, num_prefix_tokens + 15, new.qkv.in_features).double()
     rope = None
     if hasattr(attn, 'rotate_half'):
         rope = build_rotary_pos_embed((3, 5), dim=attn.proj.in_features // attn.num_heads)
         rope = torch.cat(rope, dim=-1).double()
+
+    out = new(x.requires_grad_(), rope=rope)
     expected = softmax_free(attn, x, (3, 5), num_prefix_tokens, rope, new)
-    torch.testing.assert_close(new(x, rope=rope), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+    wanted, along = [x, new.positional_encoding, new.scale, *new.dwc.parameters()], torch.randn_like(out)
+    gradients = (torch.autograd.grad(y, wanted, along, retain_graph=True) for y in (out, expected))
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
 
     order = torch.randperm(num_prefix_tokens)
     permuted = torch.cat([order, torch.arange(num_prefix_tokens, x.shape[1])])
     torch.testing.assert_close(new(x[:, permuted], rope=rope), expected[:, permuted])
     # a change of a prefix token reaches every token, through attention alone
     if num_prefix_tokens:
-        x[:, 0] += 1
-        assert (new(x, rope=rope) - expected).abs().amax(dim=(0, 2)).min() > 1e-6
+        changed = x + torch.eye(x.shape[1])[0, :, None]
+        assert (new(changed, rope=rope) - expected).abs().amax(dim=(0, 2)).min() > 1e-6
 
 
 def test_without_prefix_tokens_it_is_focused_linear_attention():
