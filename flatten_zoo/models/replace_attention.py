@@ -130,6 +130,8 @@ def replace_attention(
     `SwinTransformerV2` and `PyramidVisionTransformerV2`. What depends on an attention matrix has no place in linear
     attention, and is dropped: its dropout, the relative position bias of Swin and BEiT, and the temperature of Swin V2,
     whose queries and keys keep their norm of 1; biases and temperatures that were trained are mentioned in the log.
+    Masks (`attn_mask`, `is_causal`) are refused in the forward pass, and TorchScript cannot take a ViT with focused
+    linear attention and `dynamic_img_size`.
 
     Refused, with the reason: XCiT, MaxViT, CaiT, LeViT, ConViT, MViTv2, CoaT, EfficientViT, NaFlexViT, SAM's ViT; the
     blocks of a ViT that take the difference of two attentions; ViTs that drop patches; and whatever is not named here.
