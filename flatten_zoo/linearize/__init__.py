@@ -1,0 +1,1 @@
+"""Attention transfer: linear attention that keeps what a trained network knows."""
