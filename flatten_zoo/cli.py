@@ -393,6 +393,93 @@ def predict(parser: argparse.ArgumentParser) -> Command:
     return run
 
 
+def linearize(parser: argparse.ArgumentParser) -> Command:
+    """Give a trained network linear attention that keeps what it knows, from images without labels.
+
+    First every converted attention learns to give what the network's own gives for the same input; then the whole
+    network learns its features and class scores. The same command again continues. On several GPUs: torchrun … -m
+    flatten_zoo linearize …
+    """
+    parser.set_defaults(announcement='linearizing {model}')
+    parser.add_argument(
+        'model', metavar='MODEL', help='any model name of timm, or an address such as hf-hub:account/name'
+    )
+    parser.argument_default = argparse.SUPPRESS  # what is not given is left to `linearize.Settings`
+    parser.add_argument('--checkpoint', type=Path, metavar='FILE', help='its weights (default: the released ones)')
+    parser.add_argument(
+        '--data',
+        required=True,
+        metavar='FOLDER',
+        help='images, of which every tenth is held out; or a folder with those of train and validation',
+    )
+    parser.add_argument('-o', '--output', required=True, metavar='FOLDER', help='for the network and the report')
+    parser.add_argument(
+        '--img-size', nargs='+', type=int, metavar='N', help='side, or height and width (default: its own)'
+    )
+    group = parser.add_argument_group('which attention')
+    group.add_argument('--attention', choices=['focused_linear', 'efficient'], help='(default: focused_linear)')
+    group.add_argument(
+        '--where',
+        nargs='+',
+        type=int,
+        metavar='N',
+        help='blocks of a ViT, or stages of the others, to convert (default: all)',
+    )
+    group.add_argument(
+        '--keep',
+        type=int,
+        metavar='N',
+        help='leave softmax in N of these, in which linear attention errs most (default: 0)',
+    )
+    group.add_argument(
+        '--budget',
+        type=float,
+        metavar='GMACS',
+        help='in place of that, leave it where the network errs least and costs no more',
+    )
+    group.add_argument(
+        '--budget-size', type=int, metavar='N', help="for images of that side (default: the network's own)"
+    )
+    group = parser.add_argument_group('learning: what is new in each attention; with queries and keys; the network')
+    group.add_argument('--epochs', nargs=3, type=int, metavar='N', help='of each (default: 1 1 2)')
+    group.add_argument('--lr', nargs=3, type=float, metavar='X', help='learning rates (default: 1e-2 1e-3 2e-4)')
+    group.add_argument(
+        '--parameters', choices=['all', 'attention'], help='that the last of them changes (default: all)'
+    )
+    group.add_argument('--temperature', type=float, metavar='T', help='of the class scores (default: 1)')
+    group.add_argument(
+        '--label-weight', type=float, metavar='X', help='of cross-entropy with labels (default: 0, without)'
+    )
+    group.add_argument('-b', '--batch-size', type=int, metavar='N', help='images per batch (default: 64)')
+    group.add_argument(
+        '--no-augment',
+        dest='augment',
+        action='store_false',
+        help='learn from whole images (default: from random crops)',
+    )
+    group.add_argument('--scale', nargs=2, type=float, metavar='X', help='area of the crops (default: 0.35 1)')
+    group.add_argument('--hflip', type=float, metavar='P', help='probability of a mirror image (default: 0.5)')
+    group = parser.add_argument_group('running')
+    group.add_argument(
+        '--amp', nargs='?', const='bfloat16', choices=['bfloat16', 'float16'], help='mixed precision (bfloat16)'
+    )
+    group.add_argument('-j', '--workers', type=int, metavar='N', help='processes that load images (default: 4)')
+    group.add_argument('--device', help='where to run (default: cuda, or the CPU if there is none)')
+    group.add_argument('--seed', type=int, metavar='N', help='random seed (default: 42)')
+    group.add_argument('--log-interval', type=int, metavar='N', help='batches between log lines (default: 50)')
+    group.add_argument(
+        '--sizes', nargs='*', type=int, metavar='N', help='image sizes to compare speed at (default: 224 512 1024)'
+    )
+    group.add_argument('--seconds', type=float, metavar='S', help='to measure each (default: 2)')
+
+    def run(args: argparse.Namespace) -> int:
+        from .linearize.transfer import run
+
+        return run(args)
+
+    return run
+
+
 def bench(parser: argparse.ArgumentParser) -> Command:
     """How fast models run here, side by side: images per second, time of a batch, peak memory, speed against the first.
 
@@ -501,6 +588,7 @@ COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Command]] = {
     'train': train,
     'validate': validate,
     'visualize': visualize,
+    'linearize': linearize,
     'export': export,
     'bench': bench,
     'run': run,

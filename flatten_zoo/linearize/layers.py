@@ -22,8 +22,8 @@ Call = tuple[tuple, dict[str, Any], torch.Tensor]  # arguments, keyword argument
 def converted(teacher: nn.Module, student: nn.Module) -> list[str]:
     """Names of the attention modules that are other ones in the student than in the teacher, in order."""
     before = dict(teacher.named_modules())
-    names = [name for name, module in student.named_modules() if type(module) is not type(before.get(name, module))]
-    return [name for name in names if name and not any(other.startswith(f'{name}.') for other in names)]
+    attention = {name: module for name, module in student.named_modules() if name.endswith('.attn')}
+    return [name for name, module in attention.items() if type(module) is not type(before[name])]
 
 
 def relative_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import errno
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -105,7 +105,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(argv: Sequence[str] | None) -> int:
     """What `main` does, in each of the processes."""
-    return carry_out(prepare(parse(words)) for words in [argv])
+    return carry_out(_one(argv))
+
+
+def _one(argv: Sequence[str] | None) -> Iterator['Run']:
+    run = prepare(parse(argv))
+    yield run
+    run.report()
 
 
 def carry_out(runs: Iterable['Run'], ideas: Callable[[argparse.Namespace, float], str] = remedies) -> int:
@@ -189,7 +195,7 @@ class Run:
     tensorboard: Any = None
 
     def train(self) -> None:
-        """Train every epoch; validate, record and save after each; report at the end."""
+        """Train every epoch; validate, record and save after each."""
         started = time.monotonic()
         first = self.epoch
         for epoch in range(first, self.epochs):
@@ -210,7 +216,6 @@ class Run:
                 tqdm.format_interval(elapsed),
                 tqdm.format_interval(left),
             )
-        self._report()
 
     def save_recovery(self) -> None:
         """Save what the current epoch has come to, if that is more than the last checkpoint has."""
@@ -269,7 +274,8 @@ class Run:
             log_last_row(self.tensorboard, summary)
         draw_curves(summary, self.folder / 'curves.png')
 
-    def _report(self) -> None:
+    def report(self) -> None:
+        """Say what has come out, and where it is."""
         if not is_first():
             return
         if self.saver.best_epoch is not None:

@@ -10,7 +10,7 @@ import torch
 from timm.optim import create_optimizer_v2, optimizer_kwargs
 from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 from timm.scheduler.scheduler import Scheduler
-from timm.task import ClassificationTask
+from timm.task import ClassificationTask, TrainingTask
 from torch import nn
 
 from flatten_zoo.errors import UsageError, first_line
@@ -25,6 +25,7 @@ __all__ = [
     'build_scheduler',
     'build_task',
     'mixup_arguments',
+    'share_gradients',
     'updates_per_epoch',
 ]
 
@@ -152,6 +153,13 @@ def build_task(args: argparse.Namespace, model: nn.Module, device: torch.device)
         task.compile(backend=args.torchcompile, mode=args.torchcompile_mode)
         if args.model_ema and not args.model_ema_force_cpu:
             task.compile_ema(backend=args.torchcompile, mode=args.torchcompile_mode)
+    return share_gradients(args, task, model, device)
+
+
+def share_gradients(
+    args: argparse.Namespace, task: TrainingTask, model: nn.Module, device: torch.device
+) -> TrainingTask:
+    """The task, where there are several processes joined to those of the others; its model learns from all of them."""
     if world_size() > 1:
         lay_out_gradients(model)
         task.prepare_distributed(

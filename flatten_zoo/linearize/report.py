@@ -1,0 +1,164 @@
+"""What came of an attention transfer: words, a JSON file and a picture."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+
+from ..bench.alternating import in_turn, timed
+from ..cost.counting import count, peak_memory
+from ..figures import save_figure, written_whole
+from ..tables import as_text
+from .hybrid import at_size, part_of
+
+__all__ = ['Report', 'Speed', 'speeds', 'write_report']
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Teacher and student with one image of a size.
+
+    Attributes:
+        size: Side of the image.
+        macs: Multiply-accumulates of both.
+        seconds: Median time of both.
+        peak_memory: Bytes at the worst moment, of both.
+    """
+
+    size: int
+    macs: tuple[int, int]
+    seconds: tuple[float, float]
+    peak_memory: tuple[int, int]
+
+
+@dataclass
+class Report:
+    """Figures on held-out images: 'converted' before anything was learned, after 'layers', and after the 'network'.
+
+    Attributes:
+        layers: Relative squared error of each attention, by its name, at each of these times.
+        kept: Parts that keep softmax; None before that is decided.
+        agreement: Images in percent for which student and teacher find the same class; empty without classes.
+        feature_error: In its place, the relative squared error of the pooled features.
+        accuracy: Top-1 in percent, that of the 'teacher' too; empty without labels.
+        speeds: Cost and speed, by size.
+    """
+
+    layers: dict[str, dict[str, float]] = field(default_factory=dict)
+    kept: list[int] | None = None
+    agreement: dict[str, float] = field(default_factory=dict)
+    feature_error: dict[str, float] = field(default_factory=dict)
+    accuracy: dict[str, float] = field(default_factory=dict)
+    speeds: list[Speed] = field(default_factory=list)
+
+
+def speeds(teacher: nn.Module, student: nn.Module, sizes: Sequence[int], seconds: float) -> list[Speed]:
+    """Cost and speed of two networks for one image of each size, taking turns on the device of the teacher.
+
+    Args:
+        teacher, student: The networks.
+        sizes: Sides of the images.
+        seconds: Time to measure each.
+    """
+    device = next(teacher.parameters()).device
+    found = []
+    for size in sizes:
+        models = {name: at_size(model, size).eval() for name, model in (('teacher', teacher), ('student', student))}
+        x = torch.randn(1, teacher.pretrained_cfg['input_size'][0], size, size, device=device)
+        memory = tuple(peak_memory(model, x) for model in models.values())  # and libraries choose their kernels
+
+        def run(model: nn.Module, x: torch.Tensor = x) -> None:
+            with torch.inference_mode():
+                model(x)
+            if device.type != 'cpu':
+                torch.accelerator.synchronize(device)
+
+        times: dict[str, list[float]] = {name: [] for name in models}
+        runs = {name: lambda model=model: run(model) for name, model in models.items()}
+        for name, call in in_turn(runs, 2 * seconds):
+            times[name].append(timed(call))
+        macs = tuple(count(model.to('meta'), x.shape).macs for model in models.values())
+        found.append(Speed(size, macs, tuple(map(statistics.median, times.values())), memory))
+    return found
+
+
+def layers_table(report: Report) -> str:
+    """The errors of the layers so far."""
+    times = list(next(iter(report.layers.values())))
+    kept = [name for name in report.layers if part_of(name) in (report.kept or ())]
+    rows = [
+        [name, *(f'{figures[time]:.4f}' if time in figures else '' for time in times), 'softmax' * (name in kept)]
+        for name, figures in report.layers.items()
+    ]
+    return as_text(['layer', *times, ''], rows)
+
+
+def speeds_table(found: Sequence[Speed]) -> str:
+    """Cost and speed of teacher and student, and how many times as fast the student is."""
+    header = ['size', 'GMACs', 'student', 'ms', 'student', 'peak MB', 'student', 'times as fast']
+    rows = [
+        [
+            str(s.size),
+            *(f'{macs / 1e9:.3g}' for macs in s.macs),
+            *(f'{1e3 * seconds:.1f}' for seconds in s.seconds),
+            *(f'{memory / 1e6:.0f}' for memory in s.peak_memory),
+            f'{s.seconds[0] / s.seconds[1]:.2f}',
+        ]
+        for s in found
+    ]
+    return as_text(header, rows)
+
+
+def write_report(report: Report, about: dict[str, Any], folder: Path) -> None:
+    """Write `report.json` and `report.png` to a folder.
+
+    Args:
+        report: What was found.
+        about: What else the file is to say.
+        folder: The folder.
+    """
+    with written_whole(folder / 'report.json') as temporary:
+        temporary.write_text(json.dumps({**about, **asdict(report)}, indent=2) + '\n')
+    figure = Figure(figsize=(13, 4), layout='constrained')
+    layers, classes, speed = figure.subplots(1, 3, width_ratios=(2, 1, 1))
+    times = [time for time in ('converted', 'layers', 'network') if any(time in f for f in report.layers.values())]
+    for index, time in enumerate(times):
+        points = [(place, f[time]) for place, f in enumerate(report.layers.values()) if f.get(time)]
+        layers.bar(
+            [place + (index - 1) * 0.28 for place, _ in points], [y for _, y in points], width=0.26, label=NAMES[time]
+        )
+    layers.set_xticks(range(len(report.layers)), [short(name) for name in report.layers], rotation=45)
+    layers.set(yscale='log', title='relative squared error of each attention', xlabel='block')
+    layers.legend(fontsize='small')
+
+    found = report.accuracy or report.agreement or report.feature_error
+    classes.bar([NAMES.get(name, name) for name in found], list(found.values()), color='tab:gray')
+    for place, value in enumerate(found.values()):
+        classes.text(place, value, f'{value:.3g}', ha='center', va='bottom')
+    title = 'accuracy / %' if report.accuracy else 'same class as the teacher / %'
+    classes.set(title='error of the features' if report.feature_error else title)
+    classes.tick_params(axis='x', rotation=30)
+
+    sizes = [s.size for s in report.speeds]
+    for index, label in enumerate(('teacher', 'student')):
+        speed.plot(sizes, [1e3 * s.seconds[index] for s in report.speeds], marker='o', label=label)
+    speed.set(xscale='log', yscale='log', title='time of one image / ms', xlabel='side of the image')
+    speed.set_xticks(sizes, [str(size) for size in sizes])
+    speed.minorticks_off()
+    speed.grid(alpha=0.3)
+    speed.legend(fontsize='small')
+    save_figure(figure, folder / 'report.png', dpi=100, palette=True)
+
+
+NAMES = {'converted': 'converted', 'layers': 'after the layers', 'network': 'after the network'}
+
+
+def short(name: str) -> str:
+    """The numbers in a module's name: 2.1 for stages.2.blocks.1.attn."""
+    return '.'.join(part for part in name.split('.') if part.isdigit())
