@@ -11,11 +11,15 @@ from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import Attention, VisionTransformer
 from torch import nn
 
+from .._timm import update_model_args
 from ..layers import EfficientAttention
 from . import flatten_deit, flatten_pvt_v2, flatten_swin
 from .flatten_deit import check_plain_attention
 
-__all__ = ['replace_attention']
+__all__ = ['ATTENTIONS', 'LINEARIZED', 'replace_attention']
+
+ATTENTIONS = ('focused_linear', 'efficient')
+LINEARIZED = 'linearized'  # timm's name for networks with other attention, see linearized.py
 
 
 class EfficientTokenAttention(EfficientAttention):
@@ -94,8 +98,10 @@ def replace_attention(
     Raises:
         ValueError: The model cannot be converted, and is as it was; the message says why.
     """
-    if attention not in ('focused_linear', 'efficient'):
+    if attention not in ATTENTIONS:
         raise ValueError(f"attention must be 'focused_linear' or 'efficient', got '{attention}'")
+    if getattr(model, 'pretrained_cfg', {}).get('architecture') == LINEARIZED:
+        raise ValueError('this network is converted already; name all that should be converted at once')
     before = set(model.modules())
     if isinstance(getattr(model, 'feature_info', None), FeatureInfo):
         raise ValueError(
@@ -126,7 +132,17 @@ def replace_attention(
         )
     for module in set(model.modules()) - before:  # the others keep their mode, such as frozen parts in eval mode
         module.training = model.training
+    if hasattr(model, 'pretrained_cfg'):  # it was made by its name
+        kwargs = {**({'img_size': img_size} if img_size else {}), **kwargs}
+        _record(model, attention=attention, where=None if where is None else [int(i) for i in where], attention_kwargs=kwargs)
     return model
+
+
+def _record(model: nn.Module, **arguments: Any) -> None:
+    """Have timm know the network as a 'linearized' one with these arguments; None and {} are left out."""
+    base = model.pretrained_cfg['architecture']
+    update_model_args(model, base=base, **{key: value for key, value in arguments.items() if value not in (None, {})})
+    model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, 'architecture': LINEARIZED}
 
 
 def _chosen(where: Sequence[int] | None, number: int) -> Sequence[int]:
