@@ -4,6 +4,7 @@ timm makes a model of what its config.json says: an `architecture`, and argument
 what it did as just that, so that whatever timm saves of a network is of the converted one.
 """
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,11 +24,12 @@ from timm.models import (
 )
 from torch import nn
 
+from ..errors import UsageError
 from ._features import check_feature_cls
 from ._flatten import fit_position_tensors, unwrap_state_dict
-from .replace_attention import LINEARIZED, replace_attention
+from .replace_attention import ATTENTIONS, LINEARIZED, replace_attention
 
-__all__ = ['ARGUMENTS', 'Linearized', 'base_of', 'full_name', 'name_of', 'resolve_arguments']
+__all__ = ['ARGUMENTS', 'DEFAULT_BASE', 'Linearized', 'base_of', 'full_name', 'name_of', 'resolve_arguments', 'with_attention']
 
 DEFAULT_BASE = 'pvt_v2_b0'  # the smallest that can be converted
 ARGUMENTS = {'base', 'attention', 'where', 'attention_kwargs'}  # of `linearized` besides those of the base
@@ -51,6 +53,33 @@ class Linearized(str):
         name = super().__new__(cls, f'{base}+{attention}{parts}')
         name.arguments = {'base': base, 'attention': attention, **({} if where is None else {'where': list(where)})}
         return name
+
+
+def with_attention(name: str | None, attention: object, where: object, source: str = '') -> str | None:
+    """The model that `--model`, `--attention` and `--attention-where` name, or a file that has recorded them.
+
+    Args:
+        name: Model name of timm, or an address; None where a checkpoint says it.
+        attention: One of `ATTENTIONS`; None for the model as it is.
+        where: Indices and ranges of them, as in '0-3,8'; None for all.
+        source: What to call the file in errors.
+
+    Raises:
+        UsageError: They say no such thing.
+    """
+    prefix = f'{source}: ' if source else ''
+    if attention is None and where is None:
+        return name
+    if attention not in ATTENTIONS:
+        raise UsageError(f'{prefix}--attention {attention}: must be one of {", ".join(ATTENTIONS)}')
+    if name is None:
+        raise UsageError(f'--attention {attention} needs --model; a checkpoint of train.py says it by itself')
+    if where is None:
+        return Linearized(name, attention)
+    if not isinstance(where, str) or not re.fullmatch(r'\d{1,3}(-\d{1,3})?(,\d{1,3}(-\d{1,3})?)*', where):
+        raise UsageError(f'{prefix}--attention-where {where}: must be indices and ranges, such as 0-5 or 0-3,8')
+    ends = [[int(end) for end in part.split('-')] for part in where.split(',')]
+    return Linearized(name, attention, sorted({i for part in ends for i in range(part[0], part[-1] + 1)}))
 
 
 def _ranges(indices: Sequence[int]) -> str:
@@ -86,7 +115,7 @@ def resolve_arguments(name: str, options: dict[str, Any] | None = None, **kwargs
         options, **kwargs: As in timm.
     """
     if isinstance(name, Linearized):
-        name, kwargs = LINEARIZED, {**name.arguments, **kwargs}
+        name, kwargs = LINEARIZED, {**kwargs, **name.arguments}
     if split_model_name_tag(name)[0] != LINEARIZED:
         return resolve_model_input_args(name, options, **kwargs)
     arguments = resolve_model_input_args(kwargs.pop('base', DEFAULT_BASE), options, **kwargs)
