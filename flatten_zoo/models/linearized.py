@@ -29,7 +29,16 @@ from ._features import check_feature_cls
 from ._flatten import fit_position_tensors, unwrap_state_dict
 from .replace_attention import ATTENTIONS, LINEARIZED, replace_attention
 
-__all__ = ['ARGUMENTS', 'DEFAULT_BASE', 'Linearized', 'base_of', 'full_name', 'name_of', 'resolve_arguments', 'with_attention']
+__all__ = [
+    'ARGUMENTS',
+    'DEFAULT_BASE',
+    'Linearized',
+    'base_of',
+    'full_name',
+    'name_of',
+    'resolve_arguments',
+    'with_attention',
+]
 
 DEFAULT_BASE = 'pvt_v2_b0'  # the smallest that can be converted
 ARGUMENTS = {'base', 'attention', 'where', 'attention_kwargs'}  # of `linearized` besides those of the base
@@ -70,6 +79,8 @@ def with_attention(name: str | None, attention: object, where: object, source: s
     prefix = f'{source}: ' if source else ''
     if attention is None and where is None:
         return name
+    if attention is None:
+        raise UsageError(f'{prefix}--attention-where {where} needs --attention')
     if attention not in ATTENTIONS:
         raise UsageError(f'{prefix}--attention {attention}: must be one of {", ".join(ATTENTIONS)}')
     if name is None:

@@ -134,7 +134,12 @@ def replace_attention(
         module.training = model.training
     if hasattr(model, 'pretrained_cfg'):  # it was made by its name
         kwargs = {**({'img_size': img_size} if img_size else {}), **kwargs}
-        _record(model, attention=attention, where=None if where is None else [int(i) for i in where], attention_kwargs=kwargs)
+        _record(
+            model,
+            attention=attention,
+            where=None if where is None else [int(i) for i in where],
+            attention_kwargs=kwargs,
+        )
     return model
 
 
