@@ -109,7 +109,7 @@ def full_name(architecture: str, arguments: Mapping[str, Any]) -> str:
     """An architecture, with its attention where that was replaced: what a config.json says, in short."""
     if architecture != LINEARIZED:
         return architecture
-    return Linearized(arguments['base'], arguments['attention'], arguments.get('where'))
+    return Linearized(split_model_name_tag(arguments['base'])[0], arguments['attention'], arguments.get('where'))
 
 
 def base_of(model: nn.Module) -> str:

@@ -207,8 +207,8 @@ def load_model(
         check_finite(state_dict, file)
     with building(f"'{model_name}' for {file}"):
         recorded |= model_kwargs or {}
-        base = {'base': recorded['base']} if 'base' in recorded else {}
-        counts = _counts(state_dict, meta_model(**resolve_arguments(model_name, **base)))
+        base = resolve_arguments(model_name, **recorded).get('base', model_name)  # of a linearized model
+        counts = _counts(state_dict, meta_model(model_name=base))
         arguments = resolve_arguments(model_name, options, **{**recorded, **counts})
         cfg = arguments['pretrained_cfg']
         cfg |= {
