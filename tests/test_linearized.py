@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import shlex
 
 import numpy as np
 import pytest
@@ -141,10 +142,11 @@ def test_names():
 
 
 TRAIN_EPOCH = Trainer.train_epoch
-TINY = (
+TINY = shlex.split(
     '--model deit_tiny_patch16_224 --model-kwargs depth=3 embed_dim=48 class_token=False --gp avg --num-classes 3 '
-    '--img-size 32 -b 6 -j 0 --lr .01 --opt adamw --warmup-epochs 0 --model-ema --device cpu'
-).split()
+    '--img-size 32 -b 6 -j 0 --device cpu'
+)
+LEARNING = shlex.split('--lr .01 --opt adamw --warmup-epochs 0 --epochs 2 --model-ema')
 ATTENTION = ['--attention', 'focused_linear', '--attention-where', '0-1']
 
 
@@ -152,26 +154,29 @@ def run(command, *argv) -> int:
     return report_usage_errors(lambda: command([str(word) for word in argv]))
 
 
+def training(folder) -> list:
+    start = ['--pretrained-path', folder / 'base.pth', folder / 'images', '--experiment', 'run']
+    return [*TINY, *LEARNING, *ATTENTION, *start]
+
+
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
     """Data, weights of a base, and a run that has converted it."""
     folder = tmp_path_factory.mktemp('trained')
-    images = write_images(folder / 'images', train=6)
+    write_images(folder / 'images', train=6)
     torch.manual_seed(0)
     torch.save(timm.create_model('deit_tiny_patch16_224', num_classes=3, **VIT).state_dict(), folder / 'base.pth')
-    argv = [*TINY, *ATTENTION, '--pretrained-path', folder / 'base.pth', images, '--output', folder]
-    assert run(train, *argv, '--epochs', 2, '--experiment', 'run') == 0
+    assert run(train, *training(folder), '--output', folder) == 0
     return folder
 
 
 def test_training_continues_and_its_checkpoints_say_all(trained, tmp_path, monkeypatch, capsys):
     options = yaml.safe_load((trained / 'run' / 'args.yaml').read_text())
     assert [options[name] for name in ('model', 'attention', 'attention_where')] == [TINY[1], *ATTENTION[1::2]]
-    argv = [*TINY, *ATTENTION, '--pretrained-path', trained / 'base.pth', trained / 'images', '--output', tmp_path]
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, 'train_epoch', lambda self, epoch, *_: epoch and 1 / 0 or TRAIN_EPOCH(self, epoch, *_))
         with pytest.raises(ZeroDivisionError):
-            run(train, *argv, '--experiment', 'run', '--epochs', 2)
+            run(train, *training(trained), '--output', tmp_path)
     assert run(train, '--resume', tmp_path / 'run') == 0
     assert_same_end(tmp_path / 'run', trained / 'run')
 
@@ -198,14 +203,9 @@ def test_training_continues_and_its_checkpoints_say_all(trained, tmp_path, monke
     results = []
     for argv in (
         ['--checkpoint', trained / 'run', '--use-ema'],
-        [*TINY[:-3], *ATTENTION, '--checkpoint', last, '--use-ema', trained / 'images', '--device', 'cpu'],
+        [*TINY, *ATTENTION, '--checkpoint', last, '--use-ema', trained / 'images'],
         ['--model', f'local-dir:{tmp_path / "folder"}', trained / 'images', '--pretrained', '-j', 0, '--device', 'cpu'],
     ):
-        argv = [
-            word
-            for word in argv
-            if word not in ('--lr', '.01', '--opt', 'adamw', '--warmup-epochs', '0', '--model-ema')
-        ]
         assert run(validate, *argv) == 0
         results.append(json.loads(capsys.readouterr().out.partition('--result\n')[2]))
     assert len({result['loss'] for result in results}) == 1
