@@ -180,20 +180,20 @@ def test_training_continues_and_its_checkpoints_say_all(trained, tmp_path, monke
     assert run(train, '--resume', tmp_path / 'run') == 0
     assert_same_end(tmp_path / 'run', trained / 'run')
 
-    last = trained / 'run' / 'last.pth.tar'
-    checkpoint = torch.load(last, weights_only=True)
+    best = trained / 'run' / 'model_best.pth.tar'
+    checkpoint = torch.load(best, weights_only=True)
     for use_ema, entry in ((False, 'state_dict'), (True, 'state_dict_ema')):
-        model = load_model(last, use_ema=use_ema)
+        model = load_model(best, use_ema=use_ema)
         assert name_of(model) == 'deit_tiny_patch16_224+focused_linear[0-1]'
         assert all(torch.equal(value, model.state_dict()[key]) for key, value in checkpoint[entry].items())
     Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(tmp_path / 'p.png')
-    assert run(cli.main, 'convert', last, '-o', tmp_path / 'folder', '--use-ema') == 0
+    assert run(cli.main, 'convert', best, '-o', tmp_path / 'folder', '--use-ema') == 0
     assert_same_network(timm.create_model(f'local-dir:{tmp_path / "folder"}', pretrained=True), model)
     assert run(cli.main, 'push', tmp_path / 'folder', '--repo', 'me/x', '--dry-run') == 0
     assert run(cli.main, 'predict', tmp_path / 'p.png', '--checkpoint', trained / 'run', '-j', 0) == 0
     for argv in (
-        ['export', TINY[1], '--format', 'pt2', '-o', tmp_path / 'x.pt2', '--checkpoint', last],
-        ['visualize', tmp_path / 'p.png', '--model', TINY[1], '-o', tmp_path / 'v.svg', '--checkpoint', last],
+        ['export', TINY[1], '--format', 'pt2', '-o', tmp_path / 'x.pt2', '--checkpoint', best],
+        ['visualize', tmp_path / 'p.png', '--model', TINY[1], '-o', tmp_path / 'v.svg', '--checkpoint', best],
     ):
         assert run(cli.main, *argv) == 0
     described = json.loads((tmp_path / 'x.pt2.json').read_text())
@@ -203,7 +203,7 @@ def test_training_continues_and_its_checkpoints_say_all(trained, tmp_path, monke
     results = []
     for argv in (
         ['--checkpoint', trained / 'run', '--use-ema'],
-        [*TINY, *ATTENTION, '--checkpoint', last, '--use-ema', trained / 'images'],
+        [*TINY, *ATTENTION, '--checkpoint', best, '--use-ema', trained / 'images'],
         ['--model', f'local-dir:{tmp_path / "folder"}', trained / 'images', '--pretrained', '-j', 0, '--device', 'cpu'],
     ):
         assert run(validate, *argv) == 0
