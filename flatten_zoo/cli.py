@@ -36,6 +36,7 @@ def complexity(parser: argparse.ArgumentParser) -> Command:
         metavar='N',
         help="sides of the image or map (default: the model's own; with --plot also two to four times that)",
     )
+    _attention_arguments(parser, 'compare each model with what it is with this linear attention')
     parser.add_argument('--stages', action='store_true', help='each stage of the models, by itself')
     parser.add_argument('--format', choices=['text', 'csv'], default='text', help='of what is printed (default: text)')
     parser.add_argument('--plot', type=Path, metavar='FILE', help='draw cost against resolution')
@@ -60,7 +61,7 @@ def complexity(parser: argparse.ArgumentParser) -> Command:
         if args.table:
             print(as_table(*PAPER_TABLES[args.table]()))
             return
-        comparisons = comparison.compare_all(args.names, args.img_size, args.plot, args.stages)
+        comparisons = comparison.compare_all(_with_attention(args), args.img_size, args.plot, args.stages)
         print(as_table(*comparison.comparison_table(comparisons, exact=args.format == 'csv')))
         if args.format == 'text' and any(c.closed_form for c in comparisons):
             print(comparison.MEMORY_NOTE, file=sys.stderr)
@@ -95,7 +96,7 @@ def convert(parser: argparse.ArgumentParser) -> Command:
         from . import weights
 
         model = weights.load_model(
-            args.source, args.model, args.use_ema, dict(args.model_kwargs), allow_non_finite=args.allow_non_finite
+            args.source, _model(args), args.use_ema, dict(args.model_kwargs), allow_non_finite=args.allow_non_finite
         )
         weights.write_weights(model, args.output, official=args.to == 'official')
         print(f'wrote {args.output}')
@@ -118,7 +119,7 @@ def push(parser: argparse.ArgumentParser) -> Command:
         from . import weights
 
         finite = {'allow_non_finite': args.allow_non_finite}
-        arguments = args.source, args.repo, args.model, args.use_ema, dict(args.model_kwargs)
+        arguments = args.source, args.repo, _model(args), args.use_ema, dict(args.model_kwargs)
         with weights.hub_folder(*arguments, **finite) as folder:
             if args.dry_run:
                 print(weights.dry_run(folder, args.repo, args.private, **finite))
@@ -136,6 +137,7 @@ def _checkpoint_arguments(parser: argparse.ArgumentParser, metavar: str, help: s
         help='model of the checkpoint, with its tag if these are the released weights '
         '(default: what a checkpoint of train.py says)',
     )
+    _attention_arguments(parser)
     parser.add_argument('--use-ema', action='store_true', help='take the averaged (EMA) weights')
     parser.add_argument(
         '--model-kwargs',
@@ -148,6 +150,30 @@ def _checkpoint_arguments(parser: argparse.ArgumentParser, metavar: str, help: s
     parser.add_argument(
         '--allow-non-finite', action='store_true', help='take weights that are infinite or not a number too'
     )
+
+
+def _attention_arguments(
+    parser: argparse._ActionsContainer, help: str = 'give the model this linear attention, after weights are loaded'
+) -> None:
+    parser.add_argument('--attention', choices=['focused_linear', 'efficient'], help=help)
+    parser.add_argument(
+        '--attention-where', metavar='N,N-N', help='blocks or stages that get it, as in 0-5 or 0-3,8 (default: all)'
+    )
+
+
+def _model(args: argparse.Namespace) -> str | None:
+    """The model that the options name, with the attention that they give it."""
+    from .models.linearized import with_attention
+
+    return with_attention(args.model, args.attention, args.attention_where)
+
+
+def _with_attention(args: argparse.Namespace) -> list[str]:
+    """The models that the options name, each beside what it is with other attention if they say so."""
+    from .models.linearized import with_attention
+
+    names = ((name, with_attention(name, args.attention, args.attention_where)) for name in args.names)
+    return list(dict.fromkeys(name for pair in names for name in pair))
 
 
 def _key_value(text: str) -> tuple[str, object]:
@@ -174,13 +200,14 @@ def list_models(parser: argparse.ArgumentParser) -> Command:
 def info(parser: argparse.ArgumentParser) -> Command:
     """Show a model's configuration, where its weights come from, what of them is cached, and the reported accuracy."""
     parser.add_argument('model', metavar='MODEL', help='model name, with or without a tag')
+    _attention_arguments(parser)
 
     def run(args: argparse.Namespace) -> None:
         from . import weights
         from .weights.open import check_model_name
 
         check_model_name(args.model)
-        for what, how in weights.describe(args.model):
+        for what, how in weights.describe(_model(args)):
             print(f'{what:<20}{how}')
 
     return run
@@ -200,6 +227,7 @@ def visualize(parser: argparse.ArgumentParser) -> Command:
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument('--checkpoint', type=Path, metavar='FILE', help='load the weights of this file')
     weights.add_argument('--pretrained', action='store_true', help='load the released weights (default: none)')
+    _attention_arguments(parser)
     parser.add_argument('--layer', metavar='NAME', help='attention layer (default: the last one with something to see)')
     parser.add_argument('--head', type=int, default=0, metavar='N', help='head of the attention (default: 0)')
     parser.add_argument(
@@ -227,7 +255,7 @@ def visualize(parser: argparse.ArgumentParser) -> Command:
         points = [tuple(point) for point in args.query] if args.query else DEFAULT_POINTS
         drawn = render(
             args.image,
-            args.model,
+            _model(args),
             args.output,
             args.save_arrays,
             args.layer,
@@ -254,6 +282,7 @@ def export(parser: argparse.ArgumentParser) -> Command:
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument('--checkpoint', type=Path, metavar='FILE', help='load the weights of this file')
     weights.add_argument('--pretrained', action='store_true', help='load the released weights (default: none)')
+    _attention_arguments(parser)
     parser.add_argument(
         '--task',
         choices=['classification', 'features'],
@@ -299,7 +328,7 @@ def export(parser: argparse.ArgumentParser) -> Command:
 
         check_output(args.output, args.format, args.force)
         model, weights = open_model(
-            args.model, args.img_size, args.dynamic in ('size', 'both'), args.pretrained, args.checkpoint
+            _model(args), args.img_size, args.dynamic in ('size', 'both'), args.pretrained, args.checkpoint
         )
         difference = export(
             model,
@@ -351,6 +380,7 @@ def predict(parser: argparse.ArgumentParser) -> Command:
         help='load the weights of this file, or of the best checkpoint in this output folder of train.py; --model is '
         'needed only where the file does not say which it is of',
     )
+    _attention_arguments(group)
     group.add_argument(
         '--img-size', nargs='+', type=int, metavar='N', help="side, or height and width (default: the model's own)"
     )
@@ -388,6 +418,7 @@ def predict(parser: argparse.ArgumentParser) -> Command:
     def run(args: argparse.Namespace) -> int:
         from .predict.command import run
 
+        args.model = _model(args)
         return run(args)
 
     return run
@@ -489,6 +520,7 @@ def bench(parser: argparse.ArgumentParser) -> Command:
     """
     parser.set_defaults(announcement='measuring')
     parser.add_argument('names', nargs='*', metavar='MODEL', help='any model names of timm; the first is the measure')
+    _attention_arguments(parser, 'time beside each model what it is with this linear attention')
     parser.add_argument('--family', metavar='NAME', help="all of the zoo's models of a family, such as swin")
     parser.add_argument(
         '--modes',
@@ -525,6 +557,7 @@ def bench(parser: argparse.ArgumentParser) -> Command:
         if args.loader is None:
             from .bench.command import run
 
+            args.names = _with_attention(args)
             return run(args)
         if changed := [
             name

@@ -21,6 +21,8 @@ from torch import nn
 
 from .._timm import load_model_config_from_path
 from ..errors import UsageError, first_line
+from .linearized import ARGUMENTS, DEFAULT_BASE, Linearized
+from .replace_attention import LINEARIZED
 
 __all__ = [
     'building',
@@ -83,12 +85,19 @@ def check_arguments(model_name: str, arguments: object, source: str) -> None:
     """Refuse what is no argument of a network's constructor, or no plain value within bounds.
 
     Args:
-        model_name: A registered model, with or without a tag.
+        model_name: A registered model, with or without a tag, or a `Linearized` of one.
         arguments: Recorded arguments.
         source: What to call the file and the entry in errors.
     """
     check_plain(arguments, source)
-    known = _constructor_arguments(split_model_name_tag(model_name)[0])
+    if isinstance(model_name, Linearized):
+        model_name, arguments = LINEARIZED, arguments | model_name.arguments
+    architecture, known = split_model_name_tag(model_name)[0], set()
+    if architecture == LINEARIZED:
+        base, known = arguments.get('base', DEFAULT_BASE), ARGUMENTS
+        check_model(base, source)
+        architecture = split_model_name_tag(base)[0]
+    known = known | _constructor_arguments(architecture)
     for key in arguments:
         if key not in known:
             raise UsageError(f"{source} records {shown(key)}, which is no argument of the network '{model_name}'")

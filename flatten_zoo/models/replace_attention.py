@@ -14,17 +14,21 @@ from timm.models.swin_transformer_v2 import SwinTransformerV2
 from timm.models.vision_transformer import ParallelScalingBlock, ParallelThingsBlock, VisionTransformer
 from torch import nn
 
+from .._timm import update_model_args
 from ..layers import FocusedLinearCore
 from . import _flatten_swin_v2, flatten_pvt_v2, flatten_swin
 from ._token_attention import EfficientTokenAttention, FocusedTokenAttention, LinearParallelScalingBlock
 from ._token_grids import NETWORKS, GridNetwork, tell_grids
 from .flatten_deit import FlattenViT
 
-__all__ = ['replace_attention']
+__all__ = ['ATTENTIONS', 'LINEARIZED', 'replace_attention']
+
+ATTENTIONS = ('focused_linear', 'efficient')
+LINEARIZED = 'linearized'  # timm's name for networks with other attention, see linearized.py
 
 _logger = logging.getLogger(__name__)
 
-ATTENTIONS = (Attention, AttentionRope, eva.EvaAttention, beit.Attention)  # of blocks of (B, N, C) tokens
+REPLACEABLE = (Attention, AttentionRope, eva.EvaAttention, beit.Attention)  # of blocks of (B, N, C) tokens
 
 REFUSED = {  # timm's class: what people call it, and why it cannot be converted
     'Xcit': ('XCiT', 'its attention is between channels, and linear in the number of tokens already'),
@@ -53,10 +57,10 @@ def attention_owners(block: nn.Module) -> list[nn.Module]:
     for owner in owners:
         if not hasattr(owner, 'attn'):
             raise ValueError(f'cannot replace the attention of a {type(owner).__name__}, which has no attn')
-        if type(owner.attn) not in ATTENTIONS:
+        if type(owner.attn) not in REPLACEABLE:
             raise ValueError(
                 f'cannot replace a {type(owner.attn).__name__}: only softmax attention between tokens, of the types '
-                f'{", ".join(dict.fromkeys(kind.__name__ for kind in ATTENTIONS))}'
+                f'{", ".join(dict.fromkeys(kind.__name__ for kind in REPLACEABLE))}'
             )
     return owners
 
@@ -152,8 +156,10 @@ def replace_attention(
     Raises:
         ValueError: The model cannot be converted, and is as it was; the message says why.
     """
-    if attention not in ('focused_linear', 'efficient'):
+    if attention not in ATTENTIONS:
         raise ValueError(f"attention must be 'focused_linear' or 'efficient', got '{attention}'")
+    if getattr(model, 'pretrained_cfg', {}).get('architecture') == LINEARIZED:
+        raise ValueError('this network is converted already; name all that should be converted at once')
     before = set(model.modules())
     if isinstance(getattr(model, 'feature_info', None), FeatureInfo):
         raise ValueError(
@@ -195,7 +201,22 @@ def replace_attention(
         )
     for module in set(model.modules()) - before:  # the others keep their mode, such as frozen parts in eval mode
         module.training = model.training
+    if hasattr(model, 'pretrained_cfg'):  # it was made by its name
+        kwargs = {**({'img_size': img_size} if img_size else {}), **kwargs}
+        _record(
+            model,
+            attention=attention,
+            where=None if where is None else [int(i) for i in where],
+            attention_kwargs=kwargs,
+        )
     return model
+
+
+def _record(model: nn.Module, **arguments: Any) -> None:
+    """Have timm know the network as a 'linearized' one with these arguments; None and {} are left out."""
+    base = model.pretrained_cfg['architecture']
+    update_model_args(model, base=base, **{key: value for key, value in arguments.items() if value not in (None, {})})
+    model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, 'architecture': LINEARIZED}
 
 
 def _chosen(where: Sequence[int] | None, number: int) -> list[int]:

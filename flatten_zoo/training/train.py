@@ -22,6 +22,7 @@ from torch.utils.data import Dataset, IterableDataset
 from tqdm import tqdm
 
 from flatten_zoo.errors import UsageError
+from flatten_zoo.models.linearized import with_attention
 from flatten_zoo.weights.open import load_weights
 
 from .continuing import (
@@ -314,7 +315,7 @@ def prepare(args: argparse.Namespace) -> Run:
     run = assemble(args, settled, numerics, model, task, loader, loader_eval, names, folder, resumed, checkpoint)
     log.info(
         '%s with %.2f M parameters on %s%s: %s images, %d classes, %s for training and %s for validation',
-        args.model,
+        with_attention(args.model, args.attention, args.attention_where),
         sum(p.numel() for p in model.parameters()) / 1e6,
         f'{world_size()} × ' if world_size() > 1 else '',
         numerics.device,
