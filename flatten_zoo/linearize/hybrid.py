@@ -37,7 +37,7 @@ def converted_copy(
 
 def part_of(name: str) -> int:
     """Index of the part, a block of a ViT or a stage of the others, that a module is in; as in `where`."""
-    return int(re.search(r'\.(\d+)\.', name)[1])
+    return int(re.search(r'\d+', name)[0])
 
 
 def at_size(model: nn.Module, size: int) -> nn.Module:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..layers import FocusedLinearAttention
+from ..models._token_attention import FocusedTokenAttention, Grid, LinearParallelScalingBlock
 
 __all__ = ['LayerErrors', 'converted', 'relative_error', 'trainable']
 
-NEW = r'(positional_encoding|scale|dwc\.(weight|bias))'  # what focused linear attention has besides its projections
+NEW = r'(attn\.)?(positional_encoding|scale|dwc\.(weight|bias))'  # what focused linear attention has besides its projections
 QUERIES_KEYS = r'((qkv|q|k|kv|queries|keys|q_proj|k_proj|q_norm|k_norm)\.(weight|bias)|[qk]_bias)'
 
 Call = tuple[tuple, dict[str, Any], torch.Tensor]  # arguments, keyword arguments and output
@@ -22,8 +22,8 @@ Call = tuple[tuple, dict[str, Any], torch.Tensor]  # arguments, keyword argument
 def converted(teacher: nn.Module, student: nn.Module) -> list[str]:
     """Names of the attention modules that are other ones in the student than in the teacher, in order."""
     before = dict(teacher.named_modules())
-    attention = {name: module for name, module in student.named_modules() if name.endswith('.attn')}
-    return [name for name, module in attention.items() if type(module) is not type(before[name])]
+    names = [name for name, module in student.named_modules() if type(module) is not type(before.get(name, module))]
+    return [name for name in names if name and not any(other.startswith(f'{name}.') for other in names)]
 
 
 def relative_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -74,13 +74,19 @@ def listening(network: nn.Module, names: list[str]) -> Iterator[dict[str, Call]]
             del block._attn
 
 
-def attend_alike(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
-    """What the student's attention makes of what the teacher's was called with."""
-    x, *others = args
-    if type(attention) is FocusedLinearAttention and x.ndim == 3:
-        x = x.unflatten(1, attention.grid_size)
-    kwargs = {key: value for key, value in kwargs.items() if value is not None and value is not False}
-    return attention(x, *others, **kwargs)  # without ViT's attn_mask=None and is_causal=False
+def attend_alike(
+    attention: nn.Module, args: tuple, kwargs: dict[str, Any], grid: tuple[int, int] | None
+) -> torch.Tensor:
+    """What the student's attention makes of what the teacher's was called with.
+
+    Args:
+        attention: The student's.
+        args, kwargs: Of the call.
+        grid: Of the patches, in a ViT for images of any size; its attentions get it in the place of a mask.
+    """
+    if grid and isinstance(attention, FocusedTokenAttention | LinearParallelScalingBlock):
+        kwargs = {**kwargs, 'attn_mask': Grid(*grid)}
+    return attention(*args, **kwargs)
 
 
 class LayerErrors(nn.Module):
@@ -109,10 +115,12 @@ class LayerErrors(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         with torch.no_grad(), listening(self.teacher, self.names) as heard:
             self.teacher(images)
+        dynamic = getattr(self.student, 'dynamic_img_size', False)
+        grid = self.student.patch_embed.dynamic_feat_size(images.shape[-2:]) if dynamic else None
         errors = []
         for name in self.names:
             args, kwargs, target = heard[name]
-            output = attend_alike(self.student.get_submodule(name), args, kwargs)
+            output = attend_alike(self.student.get_submodule(name), args, kwargs, grid)
             errors.append(relative_error(output, target))
         return torch.stack(errors, dim=1)
 
