@@ -448,14 +448,7 @@ def linearize(parser: argparse.ArgumentParser) -> Command:
         '--img-size', nargs='+', type=int, metavar='N', help='side, or height and width (default: its own)'
     )
     group = parser.add_argument_group('which attention')
-    group.add_argument('--attention', choices=['focused_linear', 'efficient'], help='(default: focused_linear)')
-    group.add_argument(
-        '--where',
-        nargs='+',
-        type=int,
-        metavar='N',
-        help='blocks of a ViT, or stages of the others, to convert (default: all)',
-    )
+    _attention_arguments(group, 'linear attention to give it (default: focused_linear)')
     group.add_argument(
         '--keep',
         type=int,

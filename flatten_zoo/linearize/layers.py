@@ -13,7 +13,7 @@ from ..models._token_attention import FocusedTokenAttention, Grid, LinearParalle
 
 __all__ = ['LayerErrors', 'converted', 'relative_error', 'trainable']
 
-NEW = r'(attn\.)?(positional_encoding|scale|dwc\.(weight|bias))'  # what focused linear attention has besides its projections
+NEW = r'(attn\.)?(positional_encoding|scale|dwc\.(weight|bias))'  # besides projections
 QUERIES_KEYS = r'((qkv|q|k|kv|queries|keys|q_proj|k_proj|q_norm|k_norm)\.(weight|bias)|[qk]_bias)'
 
 Call = tuple[tuple, dict[str, Any], torch.Tensor]  # arguments, keyword arguments and output

@@ -130,15 +130,13 @@ def write_report(report: Report, about: dict[str, Any], folder: Path) -> None:
     times = [time for time in ('converted', 'layers', 'network') if any(time in f for f in report.layers.values())]
     for index, time in enumerate(times):
         points = [(place, f[time]) for place, f in enumerate(report.layers.values()) if f.get(time)]
-        layers.bar(
-            [place + (index - 1) * 0.28 for place, _ in points], [y for _, y in points], width=0.26, label=NAMES[time]
-        )
+        layers.bar([place + (index - 1) * 0.28 for place, _ in points], [y for _, y in points], width=0.26, label=time)
     layers.set_xticks(range(len(report.layers)), [short(name) for name in report.layers], rotation=45)
-    layers.set(yscale='log', title='relative squared error of each attention', xlabel='block')
+    layers.set(title='relative squared error of each attention', xlabel='layer')
     layers.legend(fontsize='small')
 
     found = report.accuracy or report.agreement or report.feature_error
-    classes.bar([NAMES.get(name, name) for name in found], list(found.values()), color='tab:gray')
+    classes.bar(list(found), list(found.values()), color='tab:gray')
     for place, value in enumerate(found.values()):
         classes.text(place, value, f'{value:.3g}', ha='center', va='bottom')
     title = 'accuracy / %' if report.accuracy else 'same class as the teacher / %'
@@ -154,9 +152,6 @@ def write_report(report: Report, about: dict[str, Any], folder: Path) -> None:
     speed.grid(alpha=0.3)
     speed.legend(fontsize='small')
     save_figure(figure, folder / 'report.png', dpi=100, palette=True)
-
-
-NAMES = {'converted': 'converted', 'layers': 'after the layers', 'network': 'after the network'}
 
 
 def short(name: str) -> str:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from ..errors import UsageError
+from ..models.linearized import with_attention
 from ..training.continuing import find_resumed, read_saved
 from ..training.data.loaders import evaluation_loader, input_config, training_loader
 from ..training.loop.model import resolve_device
@@ -161,12 +162,15 @@ def transfer(
 
 def run(args: argparse.Namespace) -> int:
     """Do what the command line says; returns the exit status, as that of `train.py`."""
-    settings = {name.name: getattr(args, name.name) for name in dataclasses.fields(Settings) if name.name in args}
-    Settings(**settings).check()
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Settings) if field.name in args}
+    where = getattr(args, 'attention_where', None)
+    name = with_attention(args.model, given.get('attention', Settings.attention), where)
+    settings = Settings(**given, where=name.arguments.get('where'))
+    settings.check()
     checkpoint = getattr(args, 'checkpoint', None)
     with as_one(), first_of_machine_ahead(checkpoint is None):
         teacher, _ = open_model(args.model, getattr(args, 'img_size', None), False, checkpoint is None, checkpoint)
-    return transfer(teacher, args.data, args.output, Settings(**settings))[0]
+    return transfer(teacher, args.data, args.output, settings)[0]
 
 
 def remedies(args: argparse.Namespace, lr: float) -> str:
