@@ -17,7 +17,7 @@ from flatten_zoo.cost.counting import count
 from flatten_zoo.errors import UsageError
 from flatten_zoo.linearize import linearize
 from flatten_zoo.linearize import transfer as program
-from flatten_zoo.linearize.hybrid import choose_kept, converted_copy, part_of
+from flatten_zoo.linearize.hybrid import at_size, choose_kept, converted_copy, costs, part_of
 from flatten_zoo.linearize.layers import LayerErrors, trainable
 from flatten_zoo.linearize.tasks import NetworkTask
 
@@ -102,7 +102,7 @@ def test_layers_learn_what_they_may_and_nothing_else(kind):
 
 @pytest.mark.parametrize('kind', ['deit', 'swin'])
 def test_error_is_that_of_the_blocks_attention(kind):
-    """With other attention in its first block alone, what the residual branch of that block gives differs by so much."""
+    """With other attention in a first block alone, what the residual branch of that block gives differs by so much."""
     teacher = create(kind)
     student = converted_copy(teacher, 'focused_linear', [0], (size_of(kind),) * 2)
     blocks = [m.blocks[0] if kind == 'deit' else m.layers[0].blocks[0] for m in (teacher, student)]
@@ -154,7 +154,6 @@ def test_all_phases_and_what_they_leave(tmp_path, images, capsys):
     assert set(report['accuracy']) == {'teacher', 'converted', 'layers', 'network'}
     assert [row['size'] for row in report['speeds']] == [32, 64]
     for row in report['speeds']:
-        assert row['macs'][0] == count(copy.deepcopy(teacher).to('meta'), (1, 3, 32, 32)).macs or row['size'] == 64
         assert all(seconds > 0 for seconds in row['seconds'])
     for phase in program.PHASES:
         columns = (tmp_path / 'out' / phase / 'summary.csv').read_text().splitlines()[0]
@@ -165,22 +164,24 @@ def test_all_phases_and_what_they_leave(tmp_path, images, capsys):
     assert torch.equal(again(x), student(x)) and not torch.allclose(student(x), teacher(x), atol=1e-3)
 
 
-@pytest.mark.parametrize('choice', [{'keep': 2}, {'budget': 1.34e-3}])
+@pytest.mark.parametrize('choice', ['keep', 'budget'])
 def test_hybrids(tmp_path, images, choice):
     """What is kept is the teacher's own, bit for bit, and errs most; the rest has learned."""
     teacher = create()
-    student = linearize(teacher, images, tmp_path, **TINY | choice | {'epochs': (2, 1, 0)})
+    before, savings = costs(teacher, 'focused_linear', range(3), (32, 32), 64)
+    options = {'keep': 2} if choice == 'keep' else {'budget': (before - 1.5 * savings[0]) / 1e9, 'budget_size': 64}
+    student = linearize(teacher, images, tmp_path, **TINY | options | {'epochs': (2, 1, 0)})
     report = report_of(tmp_path)
     errors = {part_of(name): figures['layers'] for name, figures in report['layers'].items()}
-    assert len(report['kept']) == (2 if 'keep' in choice else 1)
+    assert len(report['kept']) == (2 if choice == 'keep' else 1)
     assert min(errors[part] for part in report['kept']) >= max(e for p, e in errors.items() if p not in report['kept'])
     for part, block in enumerate(student.blocks):
         if part in report['kept']:
             assert_same(block.state_dict(), teacher.blocks[part].state_dict())
         else:
-            assert hasattr(block.attn, 'positional_encoding') and block.attn.positional_encoding.any()
-    if 'budget' in choice:
-        assert count(student.to('meta'), (1, 3, 32, 32)).macs <= choice['budget'] * 1e9
+            assert block.attn.positional_encoding.any()
+    if choice == 'budget':
+        assert count(at_size(student, 64).to('meta'), (1, 3, 64, 64)).macs <= options['budget'] * 1e9
 
 
 def test_images_without_classes_and_networks_without(tmp_path, images):
@@ -205,6 +206,30 @@ def test_labels_count_where_they_are_to(tmp_path, images):
         torch.testing.assert_close(losses[1] - losses[0], expected)
         same = NetworkTask(teacher, copy.deepcopy(teacher), torch.device('cpu'), 2.0, 0)(x, target)['loss']
     assert same < 1e-9
+
+
+def steps_from_conversion(kind: str, dtype: torch.dtype, steps: int = 50) -> list[float]:
+    """Losses of so many steps of plain training from converted weights."""
+    student = converted_copy(create(kind), 'focused_linear', None, (size_of(kind),) * 2).train()
+    optimizer = torch.optim.AdamW(student.parameters(), 3e-4)
+    x, target = torch.randn(8, 3, size_of(kind), size_of(kind)), torch.arange(8) % 3
+    losses = []
+    for _ in range(steps):
+        with torch.autocast('cpu', dtype, enabled=dtype != torch.float32):
+            loss = torch.nn.functional.cross_entropy(student(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', NETWORKS)
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_training_from_converted_weights_is_finite_and_falls(kind, dtype):
+    losses = torch.tensor(steps_from_conversion(kind, dtype))
+    assert losses.isfinite().all() and losses[-5:].mean() < losses[:5].mean() / 2
 
 
 # Several processes, and runs that end early

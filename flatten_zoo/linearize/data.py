@@ -45,7 +45,9 @@ def open_images(args: argparse.Namespace, channels: int) -> tuple[Dataset, Datas
     """
     if not Path(args.data_dir).is_dir():
         raise UsageError(f"--data '{args.data_dir}': there is no such folder")
-    root = find_split(args.data_dir, args.train_split, alone_is_fine=True, option='--data')
+    root = args.data_dir
+    if any(entry.is_dir() or entry.suffix == '.tar' for entry in Path(root).iterdir()):
+        root = find_split(root, args.train_split, alone_is_fine=True, option='--data')
     if root != args.data_dir:
         splits = [open_dataset(args, split, channels, args.batch_size, None) for split in ('train', 'validation')]
         check_same_classes(*splits)

@@ -48,17 +48,22 @@ def at_size(model: nn.Module, size: int) -> nn.Module:
     return model
 
 
-def costs(teacher: nn.Module, attention: str, parts: Sequence[int], size: int) -> tuple[int, dict[int, int]]:
-    """Multiply-accumulates for an image of that side: of the teacher, and how many fewer each part alone costs
-    with linear attention."""
+def costs(
+    teacher: nn.Module, attention: str, parts: Sequence[int], img_size: tuple[int, int], size: int
+) -> tuple[int, dict[int, int]]:
+    """Multiply-accumulates for an image: of the teacher, and how many fewer if one part has linear attention.
 
-    def macs(where: list[int]) -> int:
-        model = at_size(converted_copy(teacher, attention, where, own), size) if where else at_size(teacher, size)
-        return count(model.to('meta'), (1, teacher.pretrained_cfg['input_size'][0], size, size)).macs
+    Args:
+        teacher, attention, img_size: As in `converted_copy`.
+        parts: Which to look at.
+        size: Side of the image.
+    """
 
-    own = teacher.pretrained_cfg['input_size'][1:]
-    before = macs([])
-    return before, {part: before - macs([part]) for part in parts}
+    def macs(model: nn.Module) -> int:
+        return count(at_size(model, size).to('meta'), (1, teacher.in_chans, size, size)).macs
+
+    before = macs(teacher)
+    return before, {part: before - macs(converted_copy(teacher, attention, [part], img_size)) for part in parts}
 
 
 def keep_costliest(errors: Mapping[int, float], number: int) -> list[int]:

@@ -70,7 +70,7 @@ def speeds(teacher: nn.Module, student: nn.Module, sizes: Sequence[int], seconds
     found = []
     for size in sizes:
         models = {name: at_size(model, size).eval() for name, model in (('teacher', teacher), ('student', student))}
-        x = torch.randn(1, teacher.pretrained_cfg['input_size'][0], size, size, device=device)
+        x = torch.randn(1, teacher.in_chans, size, size, device=device)
         memory = tuple(peak_memory(model, x) for model in models.values())  # and libraries choose their kernels
 
         def run(model: nn.Module, x: torch.Tensor = x) -> None:
@@ -151,7 +151,7 @@ def write_report(report: Report, about: dict[str, Any], folder: Path) -> None:
     speed.minorticks_off()
     speed.grid(alpha=0.3)
     speed.legend(fontsize='small')
-    save_figure(figure, folder / 'report.png', dpi=100, palette=True)
+    save_figure(figure, folder / 'report.png', dpi=100)
 
 
 def short(name: str) -> str:

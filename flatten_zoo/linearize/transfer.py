@@ -12,9 +12,9 @@ from typing import Any
 from timm.task.evaluator import ClassificationEvaluator, evaluation_sample_limit
 from timm.utils import random_seed, unwrap_model
 from torch import nn
-from torch.utils.data import Dataset
 
 from ..errors import UsageError
+from ..images import two_sides
 from ..models.linearized import with_attention
 from ..training.continuing import find_resumed, read_saved
 from ..training.data.loaders import evaluation_loader, input_config, training_loader
@@ -48,6 +48,7 @@ class Settings:
         keep: Of these, how many keep softmax: those that err most after the layers have learned.
         budget: GMACs that the network may cost; parts keep softmax so that the others err least.
         budget_size: Side of the images that the budget is for, that of the network's own if None.
+        img_size: Side, or height and width, of the images; what the network is made for if None.
         epochs: Passes over the images: of what is new in each layer; with queries and keys; of the whole network.
         lr: Learning rate of each of the three.
         parameters: What the last of them trains: 'all', or 'attention' that has been converted.
@@ -71,6 +72,7 @@ class Settings:
     keep: int = 0
     budget: float | None = None
     budget_size: int | None = None
+    img_size: Sequence[int] | None = None
     epochs: Sequence[int] = (1, 1, 2)
     lr: Sequence[float] = (1e-2, 1e-3, 2e-4)
     parameters: str = 'all'
@@ -169,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
     settings.check()
     checkpoint = getattr(args, 'checkpoint', None)
     with as_one(), first_of_machine_ahead(checkpoint is None):
-        teacher, _ = open_model(args.model, getattr(args, 'img_size', None), False, checkpoint is None, checkpoint)
+        teacher, _ = open_model(args.model, settings.img_size, False, checkpoint is None, checkpoint)
     return transfer(teacher, args.data, args.output, settings)[0]
 
 
@@ -208,12 +210,15 @@ class Transfer:
         random_seed(settings.seed)
         self.teacher = self.numerics.place(copy.deepcopy(self.teacher)).eval().requires_grad_(False)
         self.config = input_config(self.args, self.teacher)
+        self.size = self.config['input_size'][1:]
         self.student = self._convert(settings.where)
         names = LayerErrors(self.teacher, self.student).names
         parts = sorted({part_of(name) for name in names})
         self._check_hybrid(parts)
-        self.learned, self.held_out, self.label_names = open_images(self.args, self.config['input_size'][0])
+        learned, held_out, self.label_names = open_images(self.args, self.teacher.in_chans)
         self._check_labels()
+        self.loader = training_loader(self.args, self.teacher.num_classes, learned, self.config, self.numerics)
+        self.loader_eval = evaluation_loader(self.args, held_out, self.config, self.numerics, self.args.batch_size)
         if is_first():
             self._start_output()
 
@@ -233,9 +238,11 @@ class Transfer:
 
     def _options(self) -> Options:
         """The options of `train.py` that these settings are."""
-        s = self.settings
+        s, teacher = self.settings, self.teacher
+        made_for = getattr(teacher.patch_embed, 'img_size', None) or teacher.pretrained_cfg['input_size'][1:]
         return Options(vars(train_parser().parse_args([]))).replace(
-            model=self.teacher.pretrained_cfg['architecture'],
+            model=teacher.pretrained_cfg['architecture'],
+            input_size=[teacher.in_chans, *(two_sides(s.img_size) if s.img_size else made_for)],
             data_dir=str(self.data),
             batch_size=s.batch_size,
             no_aug=not s.augment,
@@ -259,7 +266,7 @@ class Transfer:
         )
 
     def _convert(self, where: Sequence[int] | None) -> nn.Module:
-        return converted_copy(self.teacher, self.settings.attention, where, self.config['input_size'][1:])
+        return converted_copy(self.teacher, self.settings.attention, where, self.size)
 
     def _check_hybrid(self, parts: list[int]) -> None:
         """Whether so many parts can be kept, or the budget met."""
@@ -269,8 +276,8 @@ class Transfer:
                 f'--keep {settings.keep}: there are {len(parts)} parts to convert, and one at least has to be'
             )
         if settings.budget is not None:
-            size = settings.budget_size or self.config['input_size'][-1]
-            self.macs, self.savings = costs(self.teacher, settings.attention, parts, size)
+            size = settings.budget_size or self.size[-1]
+            self.macs, self.savings = costs(self.teacher, settings.attention, parts, self.size, size)
             least = self.macs - sum(max(saving, 0) for saving in self.savings.values())
             if not least <= settings.budget * 1e9 < self.macs:
                 raise UsageError(
@@ -303,16 +310,12 @@ class Transfer:
         self.output.mkdir(parents=True, exist_ok=True)
         write_options_file(path, settings)
 
-    def _loader(self, dataset: Dataset) -> Any:
-        return evaluation_loader(self.args, dataset, self.config, self.numerics, self.args.batch_size)
-
     def _evaluate(self, model: nn.Module, evaluator: Any, label: str) -> OrderedDict[str, float]:
-        return evaluate(model, self._held_out_loader, self.numerics, evaluator, label, self.args.log_interval)
+        return evaluate(model, self.loader_eval, self.numerics, evaluator, label, self.args.log_interval)
 
     def _measure(self, when: str, student: nn.Module) -> None:
         """Errors of the layers, agreement with the teacher, and accuracies if there are labels."""
-        loader = self._held_out_loader = self._loader(self.held_out)
-        limit = {'max_samples': evaluation_sample_limit(loader)}
+        limit = {'max_samples': evaluation_sample_limit(self.loader_eval)}
         device = self.numerics.device
         layers = LayerErrors(self.teacher, student)
         figures = self._evaluate(layers, ErrorEvaluator(layers.names, device, **limit), f'errors, {when}')
@@ -357,15 +360,14 @@ class Transfer:
                 task = NetworkTask(self.teacher, self.student, device, settings.temperature, settings.label_weight)
             else:
                 task = LayersTask(self.teacher, self.student, device)
-            loader = training_loader(args, self.teacher.num_classes, self.learned, self.config, self.numerics)
             yield assemble(
                 args,
                 Settled.from_options(args, self.teacher.num_classes),
                 self.numerics,
                 self.student,
                 share_gradients(args, task, self.student, device),
-                loader,
-                self._loader(self.held_out),
+                self.loader,
+                self.loader_eval,
                 self.label_names,
                 self.output / phase,
                 resumed,
@@ -401,7 +403,7 @@ class Transfer:
         about = {
             'model': self.args.model,
             'data': str(self.data),
-            'images': {'learned': len(self.learned), 'held_out': len(self.held_out)},
+            'images': {'learned': len(self.loader.dataset), 'held_out': len(self.loader_eval.dataset)},
             **dataclasses.asdict(self.settings),
         }
         write_report(self.report, about, self.output)
