@@ -1,6 +1,7 @@
 """flatten-zoo linearize: attention transfer, layer by layer and whole; hybrids; runs that end early, in one or two."""
 
 import copy
+import dataclasses
 import itertools
 import json
 import random
@@ -19,7 +20,9 @@ from flatten_zoo.linearize import linearize
 from flatten_zoo.linearize import transfer as program
 from flatten_zoo.linearize.hybrid import at_size, choose_kept, converted_copy, costs, part_of
 from flatten_zoo.linearize.layers import LayerErrors, trainable
+from flatten_zoo.linearize.report import Report, Speed, draw
 from flatten_zoo.linearize.tasks import NetworkTask
+from flatten_zoo.training.validate import main as validate
 
 from .processes import in_processes, next_run
 from .runs import assert_same
@@ -141,6 +144,10 @@ def report_of(folder: Path) -> dict:
     return json.loads((folder / 'report.json').read_text())
 
 
+def report_fields(report: dict) -> dict:
+    return {field.name: report[field.name] for field in dataclasses.fields(Report)}
+
+
 def test_all_phases_and_what_they_leave(tmp_path, images, capsys):
     teacher = create()
     kept = copy.deepcopy(teacher.state_dict())
@@ -159,6 +166,10 @@ def test_all_phases_and_what_they_leave(tmp_path, images, capsys):
         columns = (tmp_path / 'out' / phase / 'summary.csv').read_text().splitlines()[0]
         assert ('eval_blocks.1.attn' in columns) == (phase != 'network')
         assert (tmp_path / 'out' / phase / 'curves.png').is_file()
+    assert validate(['--checkpoint', str(tmp_path / 'out' / 'network'), '-j', '0', '--device', 'cpu']) == 0
+    assert '"model": "deit_tiny_patch16_224+focused_linear"' in capsys.readouterr().out
+    for speeds in (report['speeds'], []):
+        draw(Report(**report_fields(report) | {'speeds': [Speed(**row) for row in speeds]})).draw_without_rendering()
     again = timm.create_model(f'local-dir:{tmp_path / "out" / "model"}', pretrained=True).eval()
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(again(x), student(x)) and not torch.allclose(student(x), teacher(x), atol=1e-3)

@@ -17,7 +17,7 @@ from ..figures import save_figure, written_whole
 from ..tables import as_text
 from .hybrid import at_size, part_of
 
-__all__ = ['Report', 'Speed', 'speeds', 'write_report']
+__all__ = ['Report', 'Speed', 'draw', 'layers_table', 'speeds', 'speeds_table', 'write_report']
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,18 @@ def write_report(report: Report, about: dict[str, Any], folder: Path) -> None:
     """
     with written_whole(folder / 'report.json') as temporary:
         temporary.write_text(json.dumps({**about, **asdict(report)}, indent=2) + '\n')
+    save_figure(draw(report), folder / 'report.png', dpi=100)
+
+
+def draw(report: Report) -> Figure:
+    """Errors of the layers, accuracy or agreement, and where it was measured speed."""
+    widths = (2, 1, 1) if report.speeds else (2, 1)
     figure = Figure(figsize=(13, 4), layout='constrained')
-    layers, classes, speed = figure.subplots(1, 3, width_ratios=(2, 1, 1))
+    layers, classes, *speed = figure.subplots(1, len(widths), width_ratios=widths)
     times = [time for time in ('converted', 'layers', 'network') if any(time in f for f in report.layers.values())]
     for index, time in enumerate(times):
-        points = [(place, f[time]) for place, f in enumerate(report.layers.values()) if f.get(time)]
-        layers.bar([place + (index - 1) * 0.28 for place, _ in points], [y for _, y in points], width=0.26, label=time)
+        points = [(place + (index - 1) * 0.28, f[time]) for place, f in enumerate(report.layers.values()) if time in f]
+        layers.bar(*zip(*points, strict=True), width=0.26, label=time)
     layers.set_xticks(range(len(report.layers)), [short(name) for name in report.layers], rotation=45)
     layers.set(title='relative squared error of each attention', xlabel='layer')
     layers.legend(fontsize='small')
@@ -143,15 +149,16 @@ def write_report(report: Report, about: dict[str, Any], folder: Path) -> None:
     classes.set(title='error of the features' if report.feature_error else title)
     classes.tick_params(axis='x', rotation=30)
 
-    sizes = [s.size for s in report.speeds]
-    for index, label in enumerate(('teacher', 'student')):
-        speed.plot(sizes, [1e3 * s.seconds[index] for s in report.speeds], marker='o', label=label)
-    speed.set(xscale='log', yscale='log', title='time of one image / ms', xlabel='side of the image')
-    speed.set_xticks(sizes, [str(size) for size in sizes])
-    speed.minorticks_off()
-    speed.grid(alpha=0.3)
-    speed.legend(fontsize='small')
-    save_figure(figure, folder / 'report.png', dpi=100)
+    for axes in speed:
+        sizes = [s.size for s in report.speeds]
+        for index, label in enumerate(('teacher', 'student')):
+            axes.plot(sizes, [1e3 * s.seconds[index] for s in report.speeds], marker='o', label=label)
+        axes.set(xscale='log', yscale='log', title='time of one image / ms', xlabel='side of the image')
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize='small')
+    return figure
 
 
 def short(name: str) -> str:

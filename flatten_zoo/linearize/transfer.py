@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from timm.models import get_model_args
 from timm.task.evaluator import ClassificationEvaluator, evaluation_sample_limit
 from timm.utils import random_seed, unwrap_model
 from torch import nn
@@ -211,6 +212,8 @@ class Transfer:
         self.teacher = self.numerics.place(copy.deepcopy(self.teacher)).eval().requires_grad_(False)
         self.config = input_config(self.args, self.teacher)
         self.size = self.config['input_size'][1:]
+        settled = {name: self.config[name] for name in ('crop_pct', 'interpolation', 'mean', 'std')}
+        self.args = self.args.replace(**settled | {name: list(settled[name]) for name in ('mean', 'std')})
         self.student = self._convert(settings.where)
         names = LayerErrors(self.teacher, self.student).names
         parts = sorted({part_of(name) for name in names})
@@ -240,29 +243,44 @@ class Transfer:
         """The options of `train.py` that these settings are."""
         s, teacher = self.settings, self.teacher
         made_for = getattr(teacher.patch_embed, 'img_size', None) or teacher.pretrained_cfg['input_size'][1:]
-        return Options(vars(train_parser().parse_args([]))).replace(
-            model=teacher.pretrained_cfg['architecture'],
-            input_size=[teacher.in_chans, *(two_sides(s.img_size) if s.img_size else made_for)],
-            data_dir=str(self.data),
-            batch_size=s.batch_size,
-            no_aug=not s.augment,
-            scale=list(s.scale),
-            hflip=s.hflip,
-            color_jitter=0.0,
-            amp=s.amp is not None,
-            amp_dtype=s.amp or 'bfloat16',
-            opt='adamw',
-            weight_decay=0.0,
-            clip_grad=1.0,
-            sched_on_updates=True,
-            smoothing=0.0,
-            workers=s.workers,
-            device=s.device,
-            seed=s.seed,
-            log_interval=s.log_interval,
-            checkpoint_hist=1,
-            output=str(self.output),
-            resume='auto',
+        arguments = {key: list(x) if isinstance(x, tuple) else x for key, x in get_model_args(teacher).items()}
+        return (
+            train_parser()
+            .parse_with_config([])
+            .replace(
+                model=teacher.pretrained_cfg['architecture'],
+                num_classes=teacher.num_classes,
+                in_chans=teacher.in_chans,
+                gp=arguments.get('global_pool'),
+                model_kwargs={
+                    key: value
+                    for key, value in arguments.items()
+                    if key not in ('num_classes', 'in_chans', 'global_pool')
+                    and isinstance(value, bool | int | str | float | list)
+                },
+                attention=s.attention,
+                input_size=[teacher.in_chans, *(two_sides(s.img_size) if s.img_size else made_for)],
+                data_dir=str(self.data),
+                batch_size=s.batch_size,
+                no_aug=not s.augment,
+                scale=list(s.scale),
+                hflip=s.hflip,
+                color_jitter=0.0,
+                amp=s.amp is not None,
+                amp_dtype=s.amp or 'bfloat16',
+                opt='adamw',
+                weight_decay=0.0,
+                clip_grad=1.0,
+                sched_on_updates=True,
+                smoothing=0.0,
+                workers=s.workers,
+                device=s.device,
+                seed=s.seed,
+                log_interval=s.log_interval,
+                checkpoint_hist=1,
+                output=str(self.output),
+                resume='auto',
+            )
         )
 
     def _convert(self, where: Sequence[int] | None) -> nn.Module:
@@ -339,10 +357,12 @@ class Transfer:
         settings, index = self.settings, PHASES.index(phase)
         names = [name for name in names if part_of(name) not in (self.report.kept or ())]
         epochs, what = settings.epochs[index], settings.parameters if phase == 'network' else phase
+        where = get_model_args(self.student).get('where')
         with trainable(self.student, names, what) as chosen:
             if not epochs or not chosen:
                 return
             args = self.args.replace(
+                attention_where=None if where is None else ','.join(map(str, where)),
                 experiment=phase,
                 epochs=epochs,
                 lr=settings.lr[index],
