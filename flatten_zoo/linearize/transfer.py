@@ -24,7 +24,7 @@ from ..training.loop.optimization import Numerics, Settled, share_gradients
 from ..training.loop.trainer import evaluate
 from ..training.options.definitions import train_parser
 from ..training.options.parser import Options, read_options_file, write_options_file
-from ..training.processes import as_one, first_of_machine_ahead, from_first, is_first, join, rank
+from ..training.processes import as_one, from_first, is_first, join, rank
 from ..training.report import log, setup_logging
 from ..training.train import Run, assemble, carry_out
 from ..weights import open_model, save_model, select_state_dict
@@ -171,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
     settings = Settings(**given, where=name.arguments.get('where'))
     settings.check()
     checkpoint = getattr(args, 'checkpoint', None)
-    with as_one(), first_of_machine_ahead(checkpoint is None):
+    with as_one():
         teacher, _ = open_model(args.model, settings.img_size, False, checkpoint is None, checkpoint)
     return transfer(teacher, args.data, args.output, settings)[0]
 
