@@ -199,11 +199,15 @@ def test_images_without_classes_and_networks_without(tmp_path, images):
     """A folder of images, whatever folders they are in; and a network that has features alone."""
     for index in range(12):
         Image.new('RGB', (20, 24), (20 * index, 0, 0)).save(tmp_path / f'{index}.png')
-    student = linearize(create(num_classes=0), tmp_path, tmp_path / 'out', **TINY | {'epochs': (1, 0, 2)})
+    settings = TINY | {'epochs': (1, 1, 2), 'attention': 'efficient'}  # which has nothing new to learn
+    student = linearize(create(num_classes=0), tmp_path, tmp_path / 'out', **settings)
     report = report_of(tmp_path / 'out')
+    assert [phase for phase in program.PHASES if (tmp_path / 'out' / phase).exists()] == ['queries-keys', 'network']
     assert report['images'] == {'learned': 11, 'held_out': 1}
     assert report['feature_error']['network'] < report['feature_error']['converted'] and not report['agreement']
     assert student(torch.randn(1, 3, 32, 32)).shape == (1, 32)
+    with pytest.raises(UsageError, match='this network is made for 32 × 32; build it for the other'):
+        linearize(create(), tmp_path, tmp_path / 'other', img_size=[64], **TINY)
     with pytest.raises(UsageError, match='--label-weight 1: the network has 3 classes, and .* none'):
         linearize(create(), tmp_path, tmp_path / 'other', label_weight=1, **TINY)
 

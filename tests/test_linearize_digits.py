@@ -1,4 +1,4 @@
-"""Attention transfer on handwritten digits, without labels, beside training with labels: the table in docs/linearize.md."""
+"""Attention transfer on handwritten digits, without labels: the table in docs/linearize.md."""
 
 import json
 import shlex
@@ -14,8 +14,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('no_pictures')]
 pytest.importorskip('sklearn')
 VIT = 'deit_tiny_patch16_224'
 COMMON = f"""
-    --model {VIT} --num-classes 10 --img-size 32 --model-kwargs img_size=32 patch_size=4 depth=4 embed_dim=64 num_heads=2
-    --crop-pct 1 -j 0 --opt adamw --weight-decay 0.05 --sched-on-updates --clip-grad 1 --hflip 0 --color-jitter 0
+    --model {VIT} --num-classes 10 --img-size 32 --crop-pct 1
+    --model-kwargs img_size=32 patch_size=4 depth=4 embed_dim=64 num_heads=2
+    -j 0 --opt adamw --weight-decay 0.05 --sched-on-updates --clip-grad 1 --hflip 0 --color-jitter 0
     --train-interpolation bilinear --checkpoint-hist 1 --device cpu
 """
 

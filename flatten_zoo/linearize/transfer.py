@@ -11,7 +11,7 @@ from typing import Any
 
 from timm.models import get_model_args
 from timm.task.evaluator import ClassificationEvaluator, evaluation_sample_limit
-from timm.utils import random_seed, unwrap_model
+from timm.utils import random_seed
 from torch import nn
 
 from ..errors import UsageError
@@ -212,6 +212,7 @@ class Transfer:
         self.teacher = self.numerics.place(copy.deepcopy(self.teacher)).eval().requires_grad_(False)
         self.config = input_config(self.args, self.teacher)
         self.size = self.config['input_size'][1:]
+        self._check_size()
         settled = {name: self.config[name] for name in ('crop_pct', 'interpolation', 'mean', 'std')}
         self.args = self.args.replace(**settled | {name: list(settled[name]) for name in ('mean', 'std')})
         self.student = self._convert(settings.where)
@@ -230,6 +231,7 @@ class Transfer:
         for phase in PHASES[:2]:
             yield from self._run(phase, names)
         self._measure('layers', self.student)
+        log.info('relative squared errors of the layers:\n%s', layers_table(self.report))
         kept = self._kept(parts)
         if kept:
             self._keep(kept, sorted(set(parts) - set(kept)))
@@ -285,6 +287,15 @@ class Transfer:
 
     def _convert(self, where: Sequence[int] | None) -> nn.Module:
         return converted_copy(self.teacher, self.settings.attention, where, self.size)
+
+    def _check_size(self) -> None:
+        """Whether the network takes images of that size."""
+        made_for = getattr(self.teacher.patch_embed, 'img_size', None)
+        if made_for and not getattr(self.teacher, 'dynamic_img_size', False) and tuple(made_for) != self.size:
+            size = ' × '.join(map(str, made_for))
+            raise UsageError(
+                f'--img-size {self.settings.img_size}: this network is made for {size}; build it for the other'
+            )
 
     def _check_hybrid(self, parts: list[int]) -> None:
         """Whether so many parts can be kept, or the budget met."""
@@ -370,6 +381,7 @@ class Transfer:
                 warmup_lr=settings.lr[index] / 10,
                 eval_metric='top1' if phase == 'network' and self.teacher.num_classes else 'loss',
             )
+            log.info('phase %s: %d tensors, at a learning rate of %g', phase, len(chosen), args.lr)
             resumed = from_first(find_resumed(args) if is_first() else None)
             checkpoint = read_saved(resumed) if resumed else None
             if resumed:
@@ -393,7 +405,6 @@ class Transfer:
                 resumed,
                 checkpoint,
             )
-            self.student = unwrap_model(self.student).eval()
 
     def _kept(self, parts: list[int]) -> list[int]:
         """The parts that keep softmax."""
