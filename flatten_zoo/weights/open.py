@@ -210,12 +210,6 @@ def load_model(
         base = resolve_arguments(model_name, **recorded).get('base', model_name)  # of a linearized model
         counts = _counts(state_dict, meta_model(model_name=base))
         arguments = resolve_arguments(model_name, options, **{**recorded, **counts})
-        cfg = arguments['pretrained_cfg']
-        cfg |= {
-            'tag': tag or None,
-            'label_names': _label_names(checkpoint, arguments['num_classes']),
-            **_evaluation_settings(options, cfg),
-        }
         network = meta_model(**arguments)  # held against the file before it takes memory
         check_size(network, Path(source).stat().st_size, file)
         if img_size or dynamic_size:
@@ -224,6 +218,11 @@ def load_model(
         state_dict = from_official(state_dict, network, adapt or bool(img_size), called)
         model = timm.create_model(**arguments)
     model.load_state_dict(state_dict)
+    model.pretrained_cfg |= {
+        'tag': tag or None,
+        'label_names': _label_names(checkpoint, model.num_classes),
+        **_evaluation_settings(options, model.pretrained_cfg),
+    }
     return model
 
 
