@@ -17,7 +17,7 @@ from timm.utils import ModelEmaV3
 from flatten_zoo import FocusedLinearAttention, cli, replace_attention
 from flatten_zoo.errors import UsageError, report_usage_errors
 from flatten_zoo.models.linearized import name_of, with_attention
-from flatten_zoo.models.replace_attention import ATTENTIONS
+from flatten_zoo.models.replace_attention import LINEAR_ATTENTIONS
 from flatten_zoo.training.loop.trainer import Trainer
 from flatten_zoo.training.options.definitions import train_parser
 from flatten_zoo.training.train import main as train
@@ -138,7 +138,7 @@ def test_names():
     with pytest.raises(UsageError, match='--model'):
         with_attention(None, 'efficient', None)
     choices = {tuple(action.choices) for action in train_parser()._actions if action.dest == 'attention'}
-    assert choices == {ATTENTIONS}
+    assert choices == {LINEAR_ATTENTIONS}
 
 
 TRAIN_EPOCH = Trainer.train_epoch

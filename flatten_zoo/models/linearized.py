@@ -27,7 +27,7 @@ from torch import nn
 from ..errors import UsageError
 from ._features import check_feature_cls
 from ._flatten import fit_position_tensors, unwrap_state_dict
-from .replace_attention import ATTENTIONS, LINEARIZED, replace_attention
+from .replace_attention import LINEAR_ATTENTIONS, LINEARIZED, replace_attention
 
 __all__ = [
     'ARGUMENTS',
@@ -69,7 +69,7 @@ def with_attention(name: str | None, attention: object, where: object, source: s
 
     Args:
         name: Model name of timm, or an address; None where a checkpoint says it.
-        attention: One of `ATTENTIONS`; None for the model as it is.
+        attention: One of `LINEAR_ATTENTIONS`; None for the model as it is.
         where: Indices and ranges of them, as in '0-3,8'; None for all.
         source: What to call the file in errors.
 
@@ -81,8 +81,8 @@ def with_attention(name: str | None, attention: object, where: object, source: s
         return name
     if attention is None:
         raise UsageError(f'{prefix}--attention-where {where} needs --attention')
-    if attention not in ATTENTIONS:
-        raise UsageError(f'{prefix}--attention {attention}: must be one of {", ".join(ATTENTIONS)}')
+    if attention not in LINEAR_ATTENTIONS:
+        raise UsageError(f'{prefix}--attention {attention}: must be one of {", ".join(LINEAR_ATTENTIONS)}')
     if name is None:
         raise UsageError(f'--attention {attention} needs --model; a checkpoint of train.py says it by itself')
     if where is None:

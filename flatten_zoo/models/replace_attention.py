@@ -16,9 +16,9 @@ from ..layers import EfficientAttention
 from . import flatten_deit, flatten_pvt_v2, flatten_swin
 from .flatten_deit import check_plain_attention
 
-__all__ = ['ATTENTIONS', 'LINEARIZED', 'replace_attention']
+__all__ = ['LINEAR_ATTENTIONS', 'LINEARIZED', 'replace_attention']
 
-ATTENTIONS = ('focused_linear', 'efficient')
+LINEAR_ATTENTIONS = ('focused_linear', 'efficient')
 LINEARIZED = 'linearized'  # timm's name for networks with other attention, see linearized.py
 
 
@@ -98,7 +98,7 @@ def replace_attention(
     Raises:
         ValueError: The model cannot be converted, and is as it was; the message says why.
     """
-    if attention not in ATTENTIONS:
+    if attention not in LINEAR_ATTENTIONS:
         raise ValueError(f"attention must be 'focused_linear' or 'efficient', got '{attention}'")
     if getattr(model, 'pretrained_cfg', {}).get('architecture') == LINEARIZED:
         raise ValueError('this network is converted already; name all that should be converted at once')
@@ -143,13 +143,6 @@ def replace_attention(
     return model
 
 
-def _record(model: nn.Module, **arguments: Any) -> None:
-    """Have timm know the network as a 'linearized' one with these arguments; None and {} are left out."""
-    base = model.pretrained_cfg['architecture']
-    update_model_args(model, base=base, **{key: value for key, value in arguments.items() if value not in (None, {})})
-    model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, 'architecture': LINEARIZED}
-
-
 def _chosen(where: Sequence[int] | None, number: int) -> Sequence[int]:
     where = list(range(number) if where is None else where)
     if not set(where) <= set(range(number)):
@@ -160,3 +153,10 @@ def _chosen(where: Sequence[int] | None, number: int) -> Sequence[int]:
 def _attn_types(where: Sequence[int] | None, number: int) -> list[str]:
     where = _chosen(where, number)
     return ['linear' if i in where else 'softmax' for i in range(number)]
+
+
+def _record(model: nn.Module, **arguments: Any) -> None:
+    """Have timm know the network as a 'linearized' one with these arguments; None and {} are left out."""
+    base = model.pretrained_cfg['architecture']
+    update_model_args(model, base=base, **{key: value for key, value in arguments.items() if value not in (None, {})})
+    model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, 'architecture': LINEARIZED}
