@@ -101,7 +101,7 @@ def replace_attention(
     if attention not in LINEAR_ATTENTIONS:
         raise ValueError(f"attention must be 'focused_linear' or 'efficient', got '{attention}'")
     if getattr(model, 'pretrained_cfg', {}).get('architecture') == LINEARIZED:
-        raise ValueError('this network is converted already; name all that should be converted at once')
+        raise ValueError('cannot convert a network that is converted already; name all its parts at once')
     before = set(model.modules())
     if isinstance(getattr(model, 'feature_info', None), FeatureInfo):
         raise ValueError(
