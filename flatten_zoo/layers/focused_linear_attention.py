@@ -177,7 +177,25 @@ class FocusedLinearCore(nn.Module):
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Output O (B, H, W, num_heads · head_dim) for queries, keys and values of that shape."""
-        positional_encoding = self._positional_encoding(q.shape[1], q.shape[2])
+        return self.attend_tokens(q, k, v, q.shape[1], q.shape[2])
+
+    def attend_tokens(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, height: int, width: int, num_prefix_tokens: int = 0
+    ) -> torch.Tensor:
+        """Output O for tokens of which the first ones, such as a class token, are on no grid.
+
+        They attend and are attended to like the others, N being the number of all tokens; positional encoding and
+        depthwise convolution are of the others alone.
+
+        Args:
+            q, k, v: Queries, keys and values, (B, num_prefix_tokens + height · width, num_heads · head_dim).
+            height, width: Grid of the tokens after the first ones, in row order.
+            num_prefix_tokens: Number of the first ones.
+
+        Returns:
+            Of the shape of q.
+        """
+        positional_encoding = self._positional_encoding(height, width)
         weight, bias = self._depthwise_kernels()
         folded = self.inverse_scale is not None
         if folded:
@@ -192,6 +210,7 @@ class FocusedLinearCore(nn.Module):
             bias,
             self.focusing_factor,
             self.num_heads,
+            num_prefix_tokens,
             folded,
         )
 

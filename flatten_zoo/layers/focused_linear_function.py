@@ -88,6 +88,17 @@ def _depthwise_conv(v: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -
     return out.permute(0, 2, 3, 1)
 
 
+def _patches(x: torch.Tensor, height: int, width: int, num_prefix_tokens: int) -> torch.Tensor:
+    """The (B, H, W, C) map that x is, or that its tokens are but for the first ones."""
+    return x if x.ndim == 4 else x[:, num_prefix_tokens:].reshape(x.shape[0], height, width, x.shape[2])
+
+
+def _tokens(maps: torch.Tensor, num_prefix_tokens: int) -> torch.Tensor:
+    """A (B, H, W, C) map as tokens, after as many zero ones."""
+    tokens = maps.flatten(1, 2)
+    return F.pad(tokens, [0, 0, num_prefix_tokens, 0]) if num_prefix_tokens > 0 else tokens
+
+
 def plain_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -98,15 +109,16 @@ def plain_attention(
     bias: torch.Tensor,
     p: float,
     num_heads: int,
+    num_prefix_tokens: int = 0,
     folded: bool = False,
 ) -> torch.Tensor:
     """`depthwise_and_focused_attention` in differentiable operations."""
-    B, H, W, C = q.shape
-    N = H * W
-    depthwise = _depthwise_conv(v, weight, bias)
-    v = v.reshape(B, N, C)
-    q, r_q = focus(q.reshape(B, N, C), inverse_scale, p, folded)
-    k, r_k = focus((k + positional_encoding).reshape(B, N, C), inverse_scale, p, folded)
+    shape, H, W = q.shape, positional_encoding.shape[1], positional_encoding.shape[2]
+    depthwise = _tokens(_depthwise_conv(_patches(v, H, W, num_prefix_tokens), weight, bias), num_prefix_tokens)
+    q, k, v = q.flatten(1, -2), k.flatten(1, -2), v.flatten(1, -2)
+    N = q.shape[1]
+    q, r_q = focus(q, inverse_scale, p, folded)
+    k, r_k = focus(k + _tokens(positional_encoding, num_prefix_tokens), inverse_scale, p, folded)
     k = k * r_k
     k_mean = k.mean(dim=1, keepdim=True)
     normalizer = (q * k_mean).unflatten(-1, [num_heads, -1]).sum(dim=-1, keepdim=True)
@@ -118,10 +130,10 @@ def plain_attention(
         typical = k_mean.detach().clamp(min=1e-30)
         q = ((q * typical).unflatten(-1, [num_heads, -1]) * inverse_normalizer).flatten(2)
         context = _outer((k / (typical * N**0.5)).to(v.dtype), v * N**-0.5, num_heads)
-        return _apply(q.to(v.dtype), context).reshape(B, H, W, C) + depthwise
+        return (_apply(q.to(v.dtype), context) + depthwise).reshape(shape)
     context = _outer(k.to(v.dtype), v, num_heads) * (1 / N)
     out = _apply(q.to(v.dtype), context).unflatten(-1, [num_heads, -1]) * inverse_normalizer  # a pass less than on q
-    return out.reshape(B, H, W, C).to(v.dtype) + depthwise
+    return (out.flatten(2).to(v.dtype) + depthwise).reshape(shape)
 
 
 def _positive(
@@ -144,16 +156,16 @@ def _focus_in_place(u: torch.Tensor, p: float) -> tuple[torch.Tensor, ...]:
 
 
 def _attention_in_place(
-    q, k, v, positional_encoding, inverse_scale, weight, bias, p, num_heads, folded=False
+    q, k, v, positional_encoding, inverse_scale, weight, bias, p, num_heads, num_prefix_tokens, folded=False
 ) -> tuple[torch.Tensor, ...]:
     """`plain_attention` on two buffers, and what its backward pass needs: numbers per token and per head."""
     with torch.autocast(q.device.type, enabled=False):
-        B, H, W, C = q.shape
-        N = H * W
-        out = _depthwise_conv(v, weight, bias).reshape(B, N, C)
-        v = v.reshape(B, N, C)
-        q = _positive(q.reshape(B, N, C), inverse_scale, folded)
-        k = _positive((k + positional_encoding).reshape(B, N, C), inverse_scale, folded, overwrite=True)
+        shape, H, W = q.shape, positional_encoding.shape[1], positional_encoding.shape[2]
+        out = _tokens(_depthwise_conv(_patches(v, H, W, num_prefix_tokens), weight, bias), num_prefix_tokens)
+        q, k, v = (x.flatten(1, -2) for x in (q, k, v))
+        N = q.shape[1]
+        q = _positive(q, inverse_scale, folded)
+        k = _positive(k + _tokens(positional_encoding, num_prefix_tokens), inverse_scale, folded, overwrite=True)
         size_q, norm_q, r_q = _focus_in_place(q, p)
         size_k, norm_k, r_k = _focus_in_place(k, p)
         k.mul_(r_k)
@@ -162,7 +174,7 @@ def _attention_in_place(
         normalizer = (q * k_mean.unsqueeze(1)).unflatten(-1, [num_heads, -1]).sum(dim=-1) + 1e-6 / r_q
         q.unflatten(-1, [num_heads, -1]).div_(normalizer.unsqueeze(-1))
         _add_applied(out, q.to(v.dtype), context)
-        return out.view(B, H, W, C), size_q, norm_q, r_q, size_k, norm_k, r_k, k_mean, context, normalizer
+        return out.view(shape), size_q, norm_q, r_q, size_k, norm_k, r_k, k_mean, context, normalizer
 
 
 class _Attention(torch.autograd.Function):
@@ -174,7 +186,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        *tensors, ctx.p, ctx.num_heads = inputs
+        *tensors, ctx.p, ctx.num_heads, ctx.num_prefix_tokens = inputs
         ctx.save_for_backward(*tensors, *output[1:])
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
@@ -182,8 +194,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, *_):
         if grad is None:
-            return (None,) * 9
-        p, num_heads = ctx.p, ctx.num_heads
+            return (None,) * 10
+        options = ctx.p, ctx.num_heads, ctx.num_prefix_tokens
         saved = ctx.saved_tensors  # once: gradient checkpointing gives them only once
         inputs, saved = saved[:7], saved[7:]
         with torch.autocast(grad.device.type, enabled=False):
@@ -192,19 +204,19 @@ class _Attention(torch.autograd.Function):
                 or _are_functorch_transforms_active()
                 or is_legacy_batchedtensor(grad)  # is_grads_batched=True
             ):
-                grads = _differentiated(grad, inputs, ctx.needs_input_grad, p, num_heads)
+                grads = _differentiated(grad, inputs, ctx.needs_input_grad, options)
             else:
-                grads = _attention_backward(grad, *inputs, *saved, p, num_heads, ctx.needs_input_grad)
-        return *grads, None, None
+                grads = _attention_backward(grad, *inputs, *saved, *options, ctx.needs_input_grad)
+        return *grads, None, None, None
 
 
-def _differentiated(grad, inputs, needed, p, num_heads):
+def _differentiated(grad, inputs, needed, options):
     """Gradients that can be differentiated or batched themselves."""
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         # aliases, as an input may be computed from another one
         inputs = [x.view_as(x) if need else x for x, need in zip(inputs, needed, strict=False)]
-        out = plain_attention(*inputs, p, num_heads)
+        out = plain_attention(*inputs, *options)
     wanted = [x for x, need in zip(inputs, needed, strict=False) if need]
     grads = iter(torch.autograd.grad(out, wanted, grad, create_graph=create_graph))
     return [next(grads) if need else None for need in needed[:7]]
@@ -230,15 +242,15 @@ def _attention_backward(
     normalizer,
     p,
     num_heads,
+    num_prefix_tokens,
     needed,
 ):
     """Gradients of the first seven arguments by hand, on as few buffers as there are."""
-    B, H, W, C = q.shape
-    N = H * W
+    shape, (_, H, W, C) = q.shape, positional_encoding.shape
     padding = weight.shape[-1] // 2
     grad_v, grad_weight, grad_bias = torch.ops.aten.convolution_backward(
-        grad.permute(0, 3, 1, 2),
-        v.permute(0, 3, 1, 2),
+        _patches(grad, H, W, num_prefix_tokens).permute(0, 3, 1, 2),
+        _patches(v, H, W, num_prefix_tokens).permute(0, 3, 1, 2),
         weight.to(v.dtype),
         [C],
         [1, 1],
@@ -249,8 +261,9 @@ def _attention_backward(
         C,
         [True, needed[5], needed[6]],
     )
-    grad_v = grad_v.permute(0, 2, 3, 1).reshape(B, N, C)
-    grad, v = grad.reshape(B, N, C), v.reshape(B, N, C)
+    grad_v = _tokens(grad_v.permute(0, 2, 3, 1), num_prefix_tokens)
+    grad, q, k, v = (x.flatten(1, -2) for x in (grad, q, k, v))
+    B, N, _ = q.shape
 
     def recompute(x, size):
         """u and w of `_focus_in_place`."""
@@ -266,8 +279,7 @@ def _attention_backward(
         return torch.ops.aten.threshold_backward(grad_u.mul_(inverse_scale).to(x.dtype), x, 0), grad_inverse_scale
 
     # Queries: the output is (w / normalizer) context, and the normalizer w · k_mean + ε ‖w‖ / ‖u‖
-    x = q.reshape(B, N, C)
-    u, w = recompute(x, size_q)
+    u, w = recompute(q, size_q)
     by_head = normalizer.unsqueeze(-1)
     weights = (w.unflatten(-1, [num_heads, -1]) / by_head).flatten(2)
     grad_context = _outer(weights.to(v.dtype), grad, num_heads)
@@ -278,20 +290,20 @@ def _attention_backward(
         grad_normalizer.unsqueeze(-1), k_mean.view(B, 1, num_heads, -1)
     )
     radial = grad_normalizer.sum(dim=-1, keepdim=True) * -1e-6 / norm_q**2
-    grad_q, grad_inverse_scale = through_focus(grad_w, radial * r_q, radial / r_q, x, u, w)
+    grad_q, grad_inverse_scale = through_focus(grad_w, radial * r_q, radial / r_q, q, u, w)
 
     # Keys: the context is fᵀ v / N, with f = r w of the norm of u
-    x = (k + positional_encoding).reshape(B, N, C)
+    x = k + _tokens(positional_encoding, num_prefix_tokens)
     u, f = recompute(x, size_k)
     f.mul_(r_k)
     grad_v.add_(_apply(f.to(v.dtype), grad_context), alpha=1 / N)
     grad_f = _at_least_float32(_apply(v, grad_context.transpose(2, 3))).add_(grad_k_mean).mul_(1 / N)
     radial = (f * grad_f).sum(dim=-1, keepdim=True) / norm_k**2
     grad_k, grad_inverse_scale_of_k = through_focus(grad_f, radial, radial, x, u, f)
-    grad_k = grad_k.view_as(k)
     grad_positional_encoding = None
     if needed[3]:
-        grad_positional_encoding = grad_k.sum(dim=0, keepdim=True).to(positional_encoding.dtype)
+        grad_of_patches = _patches(grad_k.view(shape), H, W, num_prefix_tokens)
+        grad_positional_encoding = grad_of_patches.sum(dim=0, keepdim=True).to(positional_encoding.dtype)
     if needed[4]:
         grad_inverse_scale = grad_inverse_scale + grad_inverse_scale_of_k
     if needed[5]:
@@ -299,9 +311,9 @@ def _attention_backward(
     if needed[6]:
         grad_bias = grad_bias.to(bias.dtype)
     return (
-        grad_q.view_as(q),
-        grad_k.to(k.dtype),
-        grad_v.view_as(q),
+        grad_q.view(shape),
+        grad_k.view(shape).to(k.dtype),
+        grad_v.view(shape),
         grad_positional_encoding,
         grad_inverse_scale,
         grad_weight,
@@ -320,23 +332,26 @@ def depthwise_and_focused_attention(
     bias: torch.Tensor,
     p: float,
     num_heads: int,
+    num_prefix_tokens: int = 0,
     folded: bool = False,
 ) -> torch.Tensor:
     """The sum of focused linear attention, before its projection, and of a depthwise convolution of the values.
 
     Args:
-        q, k, v: Queries, keys and values, each (B, H, W, C).
+        q, k, v: Queries, keys and values, each a map (B, H, W, C), or tokens (B, num_prefix_tokens + H · W, C) of
+            which the first ones are on no grid: attention is over all, the rest on the map alone.
         positional_encoding: What is added to the keys, (1, H, W, C).
         inverse_scale: What relu(q) and relu(k) are multiplied by, (1, 1, C), at least in float32.
         weight: Kernels of the convolution, (C, 1, odd size, the same size).
         bias: Its bias, (C,).
         p: Power of the focused function.
         num_heads: Number of heads, a divisor of C.
+        num_prefix_tokens: Number of first tokens that are on no grid; 0 for a map.
         folded: q and k are x' = (x + 1e-6) · inverse_scale already, and (relu(x) + 1e-6) · inverse_scale is but
             max(x', 1e-6 · inverse_scale).
 
     Returns:
-        (B, H, W, C), in the type of v.
+        Of the shape of q, in the type of v.
     """
     if not torch.jit.is_scripting():
         inputs = (q, k, v, positional_encoding, inverse_scale, weight, bias)
@@ -349,7 +364,9 @@ def depthwise_and_focused_attention(
             or any(forward_ad.unpack_dual(x).tangent is not None for x in inputs)
         ):
             if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
-                return _attention_in_place(*inputs, p, num_heads, folded)[0]
+                return _attention_in_place(*inputs, p, num_heads, num_prefix_tokens, folded)[0]
             if not folded:
-                return _Attention.apply(*inputs, p, num_heads)[0]
-    return plain_attention(q, k, v, positional_encoding, inverse_scale, weight, bias, p, num_heads, folded)
+                return _Attention.apply(*inputs, p, num_heads, num_prefix_tokens)[0]
+    return plain_attention(
+        q, k, v, positional_encoding, inverse_scale, weight, bias, p, num_heads, num_prefix_tokens, folded
+    )

@@ -207,8 +207,6 @@ def check_grid(model: VisionTransformer) -> None:
         )
     if not isinstance(model.patch_drop, nn.Identity):
         raise ValueError('focused linear attention needs all tokens of the grid; build the ViT with patch_drop_rate=0')
-    if isinstance(model.blocks[0], FlattenViTBlock):
-        raise ValueError('this ViT is converted already; name all blocks that should be linear at once')
     for block in model.blocks:
         if type(block) is not Block:
             raise ValueError(f"cannot convert a {type(block).__name__}: only timm's plain pre-norm ViT Block")
