@@ -28,10 +28,13 @@ from .runs import assert_same_end
 from .tiny_images import write_images
 
 pytestmark = pytest.mark.usefixtures('no_pictures')
-VIT = dict(img_size=32, depth=3, embed_dim=48, class_token=False, global_pool='avg')
+VIT = dict(img_size=32, depth=3, embed_dim=48, num_heads=3)
 CONVERTED = {  # base, its arguments, and those of the conversion
     'vit': ('deit_tiny_patch16_224', VIT, dict(where=[0, 2], kernel_size=3)),
-    'vit, efficient': ('vit_tiny_patch16_224', dict(VIT, class_token=True), dict(attention='efficient', where=[1])),
+    'vit, efficient': ('vit_tiny_patch16_224', VIT, dict(attention='efficient', where=[1])),
+    'eva': ('vit_small_patch16_dinov3', VIT, {}),
+    'beit': ('beit_base_patch16_224', VIT, dict(where=[2])),
+    'swin v2': ('swinv2_tiny_window8_256', dict(img_size=64, depths=(1, 1), embed_dim=24), dict(where=[0])),
     'swin': ('swin_tiny_patch4_window7_224', dict(img_size=64, depths=(1, 1, 2, 1), embed_dim=24), dict(where=[2])),
     'pvt': ('pvt_v2_b0', dict(depths=(1, 1, 2, 1), embed_dims=(8, 16, 40, 64)), dict(img_size=(64, 96))),
 }
@@ -143,7 +146,7 @@ def test_names():
 
 TRAIN_EPOCH = Trainer.train_epoch
 TINY = shlex.split(
-    '--model deit_tiny_patch16_224 --model-kwargs depth=3 embed_dim=48 class_token=False --gp avg --num-classes 3 '
+    '--model deit_tiny_patch16_224 --model-kwargs depth=3 embed_dim=48 --num-classes 3 '
     '--img-size 32 -b 6 -j 0 --device cpu'
 )
 LEARNING = shlex.split('--lr .01 --opt adamw --warmup-epochs 0 --epochs 2 --model-ema')
