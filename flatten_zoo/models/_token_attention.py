@@ -1,6 +1,6 @@
 """Linear attention in place of the softmax attention of timm's ViTs, over their (B, N, C) tokens."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from timm.layers import apply_rot_embed_cat, get_device_dtype
@@ -143,6 +143,17 @@ class FocusedTokenAttention(FocusedLinearAttention):
         """What a BEiT calls when its grid changes."""
         self.set_grid_size(window_size)
 
+    def project(
+        self, x: torch.Tensor, rope: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values of all tokens, (B, N, num_heads · head_dim) each."""
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        q, k = self.q_norm(q.unflatten(-1, [self.num_heads, -1])), self.k_norm(k.unflatten(-1, [self.num_heads, -1]))
+        if rope is not None:
+            q = rotate_patches(q.transpose(1, 2), rope, self.num_prefix_tokens, self.rotate_half).transpose(1, 2)
+            k = rotate_patches(k.transpose(1, 2), rope, self.num_prefix_tokens, self.rotate_half).transpose(1, 2)
+        return q.flatten(2), k.flatten(2), v
+
     def forward(
         self,
         x: torch.Tensor,
@@ -161,15 +172,17 @@ class FocusedTokenAttention(FocusedLinearAttention):
             shared_rel_pos_bias: Of a BEiT, whose other blocks may want it: ignored.
         """
         height, width = find_grid(self.grid_size, self.dynamic_grid_size, attn_mask, is_causal)
-        q, k, v = self.qkv(x).chunk(3, dim=-1)
-        q, k = self.q_norm(q.unflatten(-1, [self.num_heads, -1])), self.k_norm(k.unflatten(-1, [self.num_heads, -1]))
-        if rope is not None:
-            q = rotate_patches(q.transpose(1, 2), rope, self.num_prefix_tokens, self.rotate_half).transpose(1, 2)
-            k = rotate_patches(k.transpose(1, 2), rope, self.num_prefix_tokens, self.rotate_half).transpose(1, 2)
-        out = self.norm(self.attend_tokens(q.flatten(2), k.flatten(2), v, height, width, self.num_prefix_tokens))
+        q, k, v = self.project(x, rope)
+        out = self.norm(self.attend_tokens(q, k, v, height, width, self.num_prefix_tokens))
         if self.gate is not None:
             out = out * self.gate(x).sigmoid()
         return self.proj_drop(self.proj(out))
+
+    @torch.jit.ignore
+    def patch_maps(self, x: torch.Tensor, rope: Any = None, attn_mask: Any = None, *_: Any) -> list[torch.Tensor]:
+        """Queries, keys and values of the patches, each (B, H, W, channels), in a call with these arguments."""
+        grid_size = find_grid(self.grid_size, self.dynamic_grid_size, attn_mask, False)
+        return [y[:, self.num_prefix_tokens :].unflatten(1, grid_size) for y in self.project(x, rope)]
 
     def reparameterize(self) -> None:
         """Folds what can be: the scale is no part of a projection that something else follows."""
