@@ -125,7 +125,7 @@ def test_weights_of_the_base_come_before_the_conversion(tmp_path):
 
 def test_bases_that_are_none():
     assert name_of(timm.create_model('linearized')) == 'pvt_v2_b0+focused_linear' and 'linearized' not in zoo_models()
-    for base in ('hf-hub:me/x', 'local-dir:/x', 'linearized', 'vit_huge'):
+    for base in ('hf-hub:me/x', 'local-dir:/x', 'linearized', 'vit_huge', 'vit_tiny_patch16_224_in21k'):
         with pytest.raises(ValueError, match=f"got '{base}'"):
             timm.create_model('linearized', base=base)
     with pytest.raises(ValueError, match='name all its parts at once'):
@@ -229,7 +229,7 @@ def test_commands_show_it_beside_the_base(tmp_path, capsys):
 @pytest.mark.parametrize(
     'argv, part',
     [
-        (['info', 'pvt_v2_b0', '--attention-where', '1'], '--attention-where 1 needs --attention'),
+        (['info', 'pvt_v2_b0', '--attention-where', '1'], "--attention-where '1' needs --attention"),
         (['complexity', 'test_resnet', '--attention', 'efficient'], 'got a ResNet'),
         (['complexity', 'pvt_v2_b0', '--attention', 'focused_linear', '--attention-where', '4'], 'from 0 to 3'),
         (['export', 'pvt_v2_b0', '--attention', 'efficient', '-o', 'x.pt2', '--format', 'pt2'], 'Pyramid'),

@@ -24,7 +24,7 @@ from timm.models import (
 )
 from torch import nn
 
-from ..errors import UsageError
+from ..errors import UsageError, shown
 from ._features import check_feature_cls
 from ._flatten import fit_position_tensors, unwrap_state_dict
 from .replace_attention import LINEAR_ATTENTIONS, LINEARIZED, replace_attention
@@ -80,15 +80,15 @@ def with_attention(name: str | None, attention: object, where: object, source: s
     if attention is None and where is None:
         return name
     if attention is None:
-        raise UsageError(f'{prefix}--attention-where {where} needs --attention')
+        raise UsageError(f'{prefix}--attention-where {shown(where)} needs --attention')
     if attention not in LINEAR_ATTENTIONS:
-        raise UsageError(f'{prefix}--attention {attention}: must be one of {", ".join(LINEAR_ATTENTIONS)}')
+        raise UsageError(f'{prefix}--attention {shown(attention)}: must be one of {", ".join(LINEAR_ATTENTIONS)}')
     if name is None:
         raise UsageError(f'--attention {attention} needs --model; a checkpoint of train.py says it by itself')
     if where is None:
         return Linearized(name, attention)
     if not isinstance(where, str) or not re.fullmatch(r'\d{1,3}(-\d{1,3})?(,\d{1,3}(-\d{1,3})?)*', where):
-        raise UsageError(f'{prefix}--attention-where {where}: must be indices and ranges, such as 0-5 or 0-3,8')
+        raise UsageError(f'{prefix}--attention-where {shown(where)}: must be indices and ranges, such as 0-5 or 0-3,8')
     ends = [[int(end) for end in part.split('-')] for part in where.split(',')]
     return Linearized(name, attention, sorted({i for part in ends for i in range(part[0], part[-1] + 1)}))
 
@@ -167,7 +167,7 @@ def linearized(
         ValueError: There is no such base, or it cannot be converted; the message says why.
     """
     architecture, tag = split_model_name_tag(base)
-    if not timm.is_model(architecture) or architecture == LINEARIZED:
+    if architecture not in timm.list_models(exclude_filters=LINEARIZED):  # not what timm has renamed either
         raise ValueError(f"base must be the name of a model of timm that is not converted yet, got '{base}'")
     cfg = resolve_pretrained_cfg(architecture, pretrained_cfg or tag, pretrained_cfg_overlay)
     converted = isinstance(pretrained_cfg, dict | PretrainedCfg) and _architecture(pretrained_cfg) != architecture

@@ -7,7 +7,6 @@ for its callers, is not for a file to say.
 
 import functools
 import inspect
-import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ from timm.models import build_model_with_cfg, load_model_config_from_hf, parse_m
 from torch import nn
 
 from .._timm import load_model_config_from_path
-from ..errors import UsageError, first_line
+from ..errors import UsageError, first_line, shown
 from .linearized import ARGUMENTS, DEFAULT_BASE, Linearized
 from .replace_attention import LINEARIZED
 
@@ -33,7 +32,6 @@ __all__ = [
     'check_settings',
     'check_size',
     'meta_model',
-    'shown',
 ]
 
 FACTORY = {  # arguments of timm's factory, or of where a network lives
@@ -57,17 +55,6 @@ LARGEST_SIDE = 2**13  # pixels
 LARGEST_CONFIG = 2**25  # bytes, or names and characters in it
 CROP_MODES = ('center', 'squash', 'border')
 WEIGHTS = ('.safetensors', '.pth', '.tar', '.bin')
-
-_repr = reprlib.Repr()
-_repr.maxstring = _repr.maxother = 80
-
-
-def shown(value: object) -> str:
-    """A value as Python writes it, shortened."""
-    try:
-        return _repr.repr(value)
-    except ValueError:  # whole numbers of thousands of digits
-        return f'a {type(value).__name__}'
 
 
 def check_model(name: object, source: str) -> None:

@@ -203,7 +203,7 @@ def replace_attention(
         )
     for module in set(model.modules()) - before:  # the others keep their mode, such as frozen parts in eval mode
         module.training = model.training
-    if hasattr(model, 'pretrained_cfg'):  # it was made by its name
+    if getattr(model, 'pretrained_cfg', {}).get('architecture'):  # it was made by its name
         kwargs = {**({'img_size': img_size} if img_size else {}), **kwargs}
         _record(
             model,

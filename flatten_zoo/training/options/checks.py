@@ -14,9 +14,9 @@ from timm.optim import list_optimizers
 from timm.utils.distributed import is_distributed_env
 from torch import nn
 
-from flatten_zoo.errors import UsageError, first_line, unknown_name
+from flatten_zoo.errors import UsageError, first_line, shown, unknown_name
 from flatten_zoo.models.linearized import with_attention
-from flatten_zoo.models.recorded import check_arguments, check_model, check_settings, shown
+from flatten_zoo.models.recorded import check_arguments, check_model, check_settings
 
 from .definitions import train_parser
 from .parser import OptionParser, flag, read_options_file
