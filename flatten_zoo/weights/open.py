@@ -82,7 +82,8 @@ def open_model(
         model = create_model(name, pretrained=pretrained, **size).eval()
     if not pretrained:
         return model, 'untrained'
-    untrained_attention = (model.pretrained_cfg.get('tag') or '').endswith('untrained_attn')
+    tag = model.pretrained_cfg.get('tag') or ''
+    untrained_attention = isinstance(name, Linearized) or tag.endswith('untrained_attn')
     return model, 'pretrained, but the attention untrained' if untrained_attention else 'pretrained'
 
 
