@@ -38,7 +38,6 @@ CONVERTED = {  # base, its arguments, and those of the conversion
     'swin': ('swin_tiny_patch4_window7_224', dict(img_size=64, depths=(1, 1, 2, 1), embed_dim=24), dict(where=[2])),
     'pvt': ('pvt_v2_b0', dict(depths=(1, 1, 2, 1), embed_dims=(8, 16, 40, 64)), dict(img_size=(64, 96))),
 }
-each = pytest.mark.parametrize('case', CONVERTED)
 
 
 def create(case):
@@ -63,7 +62,7 @@ def assert_same_network(ours, theirs):
     assert list(ours.state_dict()) == list(theirs)
 
 
-@each
+@pytest.mark.parametrize('case', CONVERTED)
 def test_round_trips(case, tmp_path):
     """What was done stays with the network, and what is saved of it by timm or by the zoo is loaded bit for bit."""
     model = create(case)
@@ -86,11 +85,8 @@ def test_round_trips(case, tmp_path):
         for loaded in (timm.create_model(address, pretrained=True).eval(), open_model(address, pretrained=True)[0]):
             assert_same_network(loaded, model)
             assert torch.equal(loaded(x), model(x))
-            assert {k: v for k, v in loaded.pretrained_cfg.items() if k in ('mean', 'crop_pct', 'classifier')} == {
-                k: list(v) if k == 'mean' else v
-                for k, v in model.pretrained_cfg.items()
-                if k in ('mean', 'crop_pct', 'classifier')
-            }
+            for key in ('tag', 'crop_pct', 'interpolation', 'first_conv', 'classifier'):
+                assert loaded.pretrained_cfg[key] == model.pretrained_cfg[key]
     maps = timm.create_model(address, pretrained=True, features_only=True).eval()
     base = timm.create_model(base, features_only=True, **CONVERTED[case][1])
     assert maps.feature_info.channels() == base.feature_info.channels() == [y.shape[1] for y in maps(x)]
@@ -121,6 +117,17 @@ def test_weights_of_the_base_come_before_the_conversion(tmp_path):
     assert torch.equal(model.blocks[0].attn.qkv.weight, source.blocks[0].attn.qkv.weight)
     assert isinstance(model.blocks[0].attn, FocusedLinearAttention) and name_of(model) == f'{base}+focused_linear[0,2]'
     assert model.pretrained_cfg['tag'] == 'fb_in1k' and model.pretrained_cfg['crop_pct'] == 0.9
+
+
+def test_addresses_are_bases_for_those_who_name_them(tmp_path):
+    base = timm.create_model(CONVERTED['vit'][0], **VIT)
+    save_for_hf(base, tmp_path, safe_serialization=True)
+    model, words = open_model(with_attention(f'local-dir:{tmp_path}', 'efficient', '0'), pretrained=True)
+    assert name_of(model) == 'deit_tiny_patch16_224+efficient[0]' and 'attention untrained' in words
+    assert torch.equal(model.blocks[1].attn.qkv.weight, base.blocks[1].attn.qkv.weight)
+    save_model(model, tmp_path / 'x', 'x')
+    with pytest.raises(UsageError, match='not converted yet'):
+        open_model(with_attention(f'local-dir:{tmp_path / "x"}', 'efficient', '1'), pretrained=True)
 
 
 def test_bases_that_are_none():
