@@ -152,10 +152,7 @@ def test_names():
 
 
 TRAIN_EPOCH = Trainer.train_epoch
-TINY = shlex.split(
-    '--model deit_tiny_patch16_224 --model-kwargs depth=3 embed_dim=48 --num-classes 3 '
-    '--img-size 32 -b 6 -j 0 --device cpu'
-)
+TINY = shlex.split('--model test_vit --model-kwargs depth=3 --num-classes 3 --img-size 32 -b 6 -j 0 --device cpu')
 LEARNING = shlex.split('--lr .01 --opt adamw --warmup-epochs 0 --epochs 2 --model-ema')
 ATTENTION = ['--attention', 'focused_linear', '--attention-where', '0-1']
 
@@ -175,7 +172,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp('trained')
     write_images(folder / 'images', train=6)
     torch.manual_seed(0)
-    torch.save(timm.create_model('deit_tiny_patch16_224', num_classes=3, **VIT).state_dict(), folder / 'base.pth')
+    torch.save(timm.create_model('test_vit', img_size=32, depth=3, num_classes=3).state_dict(), folder / 'base.pth')
     assert run(train, *training(folder), '--output', folder) == 0
     return folder
 
@@ -194,7 +191,7 @@ def test_training_continues_and_its_checkpoints_say_all(trained, tmp_path, monke
     checkpoint = torch.load(best, weights_only=True)
     for use_ema, entry in ((False, 'state_dict'), (True, 'state_dict_ema')):
         model = load_model(best, use_ema=use_ema)
-        assert name_of(model) == 'deit_tiny_patch16_224+focused_linear[0-1]'
+        assert name_of(model) == 'test_vit+focused_linear[0-1]'
         assert all(torch.equal(value, model.state_dict()[key]) for key, value in checkpoint[entry].items())
     Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(tmp_path / 'p.png')
     assert run(cli.main, 'convert', best, '-o', tmp_path / 'folder', '--use-ema') == 0
@@ -207,7 +204,7 @@ def test_training_continues_and_its_checkpoints_say_all(trained, tmp_path, monke
     ):
         assert run(cli.main, *argv) == 0
     described = json.loads((tmp_path / 'x.pt2.json').read_text())
-    assert described['model'] == 'deit_tiny_patch16_224+focused_linear[0-1]'
+    assert described['model'] == 'test_vit+focused_linear[0-1]'
     assert 'focused linear attention of' in capsys.readouterr().out
 
     results = []
@@ -219,17 +216,17 @@ def test_training_continues_and_its_checkpoints_say_all(trained, tmp_path, monke
         assert run(validate, *argv) == 0
         results.append(json.loads(capsys.readouterr().out.partition('--result\n')[2]))
     assert len({result['loss'] for result in results}) == 1
-    assert results[0]['model'] == 'deit_tiny_patch16_224+focused_linear[0-1]'
+    assert results[0]['model'] == 'test_vit+focused_linear[0-1]'
 
 
 def test_commands_show_it_beside_the_base(tmp_path, capsys):
-    named = ['pvt_v2_b0', '--attention', 'focused_linear', '--attention-where', '1-2']
+    named = ['test_vit', '--attention', 'focused_linear', '--attention-where', '1-2']
     assert run(cli.main, 'info', *named) == 0
-    assert 'pvt_v2_b0+focused_linear[1-2]' in capsys.readouterr().out
+    assert 'test_vit+focused_linear[1-2]' in capsys.readouterr().out
     assert run(cli.main, 'complexity', *named, '--img-size', 32) == 0
     assert run(cli.main, 'bench', *named, '--img-size', 32, '--seconds', 0.01, '--device', 'cpu') == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith('pvt')]
-    assert [words[0] for words in lines] == ['pvt_v2_b0', 'pvt_v2_b0+focused_linear[1-2]'] * 2
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith('test_vit')]
+    assert [words[0] for words in lines] == ['test_vit', 'test_vit+focused_linear[1-2]'] * 2
     assert lines[0][2:] != lines[1][2:]
 
 
@@ -238,7 +235,7 @@ def test_commands_show_it_beside_the_base(tmp_path, capsys):
     [
         (['info', 'pvt_v2_b0', '--attention-where', '1'], "--attention-where '1' needs --attention"),
         (['complexity', 'test_resnet', '--attention', 'efficient'], 'got a ResNet'),
-        (['complexity', 'pvt_v2_b0', '--attention', 'focused_linear', '--attention-where', '4'], 'from 0 to 3'),
+        (['info', 'pvt_v2_b0', '--attention', 'focused_linear', '--attention-where', '4'], 'from 0 to 3'),
         (['export', 'pvt_v2_b0', '--attention', 'efficient', '-o', 'x.pt2', '--format', 'pt2'], 'Pyramid'),
         (['convert', 'x.pth', '--attention', 'efficient', '-o', 'x'], '--attention efficient needs --model'),
         (['predict', 'x.png', '--attention', 'efficient', '--checkpoint', 'x'], 'needs --model'),
