@@ -74,7 +74,7 @@ def assert_nothing_left(folded: nn.Module, *shape) -> None:
     'name',
     [  # tracing takes long
         name
-        if name in ('flatten_swin_t', 'flatten_cswin_t', 'ea_resnet50', 'issa_resnet50')
+        if name in ('flatten_cswin_t', 'ea_resnet50', 'issa_resnet50')
         else pytest.param(name, marks=pytest.mark.slow)
         for name in SHALLOW
     ],

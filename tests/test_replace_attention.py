@@ -233,6 +233,7 @@ VITS = {  # by name, with what is different
     'beit_base_patch16_224': {},
     'beitv2_base_patch16_224': {},
 }
+DISTILLED = 'deit_tiny_distilled_patch16_224'
 ANY_SIZE = ['vit_tiny_patch16_224', 'vit_base_patch16_xp_224', 'vit_small_patch16_18x2_224', 'eva02_tiny_patch14_224']
 
 
@@ -386,7 +387,7 @@ def test_without_prefix_tokens_it_is_focused_linear_attention():
     [(ANY_SIZE[0], None), (ANY_SIZE[0], [1]), ('eva02_tiny_patch14_224', [1])]
     + [
         pytest.param(name, None, marks=pytest.mark.slow)
-        for name in ANY_SIZE[1:] + ['vit_base_patch16_rope_mixed_ape_224', 'deit_tiny_distilled_patch16_224']
+        for name in ANY_SIZE[1:] + ['vit_base_patch16_rope_mixed_ape_224', 'vit_small_patch16_dinov3', DISTILLED]
     ],
 )
 def test_any_size_gives_what_a_network_for_that_size_gives(name, where):

@@ -64,7 +64,7 @@ def linear_part(linear: nn.Linear, part: int, parts: int = 3) -> tuple[torch.Ten
     return weight, bias, linear.weight.requires_grad
 
 
-def take_over(new: nn.Module, attn: nn.Module) -> None:
+def take_over(new: Any, attn: nn.Module) -> None:
     """Give a new attention what another one has around its projections."""
     for name in ('q_norm', 'k_norm', 'norm'):
         setattr(new, name, getattr(attn, name, nn.Identity()))
@@ -217,7 +217,7 @@ class EfficientTokenAttention(EfficientAttention):
         for conv, (weight, bias, trainable) in convs.items():
             with torch.no_grad():
                 conv.weight.copy_(weight.unsqueeze(-1))
-                conv.bias.copy_(bias)
+                conv.bias.copy_(bias)  # type: ignore[union-attr]  # all have one
             conv.requires_grad_(trainable)
         self.num_prefix_tokens = num_prefix_tokens
         take_over(self, attn)

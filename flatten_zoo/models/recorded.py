@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import timm
 import torch
@@ -68,7 +68,7 @@ def check_model(name: object, source: str) -> None:
         raise UsageError(f'{source} records the model {shown(name)}, which is no registered one; name it with --model')
 
 
-def check_arguments(model_name: str, arguments: object, source: str) -> None:
+def check_arguments(model_name: str, arguments: Any, source: str) -> None:
     """Refuse what is no argument of a network's constructor, or no plain value within bounds.
 
     Args:
@@ -90,7 +90,7 @@ def check_arguments(model_name: str, arguments: object, source: str) -> None:
             raise UsageError(f"{source} records {shown(key)}, which is no argument of the network '{model_name}'")
 
 
-def check_plain(arguments: object, source: str) -> None:
+def check_plain(arguments: Any, source: str) -> None:
     """Refuse arguments that no network's constructor takes: timm's own, and values that are not plain or too large."""
     if not isinstance(arguments, dict):
         raise UsageError(f'{source} is {shown(arguments)}, expected names with values')
@@ -110,7 +110,7 @@ def _constructor_arguments(architecture: str) -> set[str]:
     for cls in type(meta_model(model_name=architecture)).__mro__:
         if '__init__' not in vars(cls):
             continue
-        parameters = inspect.signature(cls.__init__).parameters.values()
+        parameters = inspect.signature(vars(cls)['__init__']).parameters.values()
         names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         if not any(p.kind == p.VAR_KEYWORD for p in parameters):
             break
@@ -125,7 +125,7 @@ def _is_plain(value: object, levels: int = 2) -> bool:
     return value is None or isinstance(value, bool) or _is_number(value)
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     largest = LARGEST if isinstance(value, int) else LARGEST_REAL
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= largest  # NaN is not
 

@@ -83,7 +83,7 @@ def replace_in_blocks(model: nn.Module, where: Sequence[int], make: Callable[[nn
     for owner, attn in zip(owners, made, strict=True):
         owner.attn = attn
     if isinstance(model, Beit) and not any(isinstance(block.attn, beit.Attention) for block in model.blocks):
-        model.rel_pos_bias = None
+        model.rel_pos_bias = None  # type: ignore[assignment]  # as in a BEiT that has none
 
 
 def replace_by_efficient_attention(model: nn.Module, where: Sequence[int]) -> None:
@@ -97,13 +97,9 @@ def replace_by_focused_linear_attention(model: nn.Module, where: Sequence[int], 
         raise ValueError('focused linear attention needs all tokens of the grid; build the ViT with patch_drop_rate=0')
     if type(model) not in NETWORKS and not isinstance(model, GridNetwork | Beit):
         raise ValueError(f"cannot convert a {type(model).__name__}: only timm's own ViTs tell attention their grid")
-    options = {
-        'grid_size': model.patch_embed.grid_size,
-        'dynamic_grid_size': getattr(model, 'dynamic_img_size', False),
-        **kwargs,
-    }
+    dynamic, rotary = getattr(model, 'dynamic_img_size', False), getattr(model, 'rope', None) is not None
+    options = dict(grid_size=model.patch_embed.grid_size, dynamic_grid_size=dynamic, **kwargs)
     prefix = {'num_prefix_tokens': model.num_prefix_tokens}
-    rotary = getattr(model, 'rope', None) is not None
     cores = {
         i: FocusedLinearCore(block.num_heads, block.head_dim, **options, **get_device_dtype(block))
         for i, block in enumerate(model.blocks)

@@ -37,7 +37,7 @@ __all__ = [
 DEFAULT_POINTS = tuple((x / 6, y / 6) for y in (1, 3, 5) for x in (1, 3, 5))
 MAX_SPECTRUM_POSITIONS = 1024  # a second or two for the singular values of each matrix
 
-OPERATORS = {
+OPERATORS: dict[type[nn.Module], str] = {
     FocusedLinearCore: 'focused linear attention',
     EfficientAttention: 'efficient attention',
     InterlacedSparseAttention: 'interlaced sparse attention',
@@ -125,7 +125,7 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, tuple(OPERATORS))
+        if any(isinstance(module, kind) for kind in OPERATORS)
         and getattr(module, 'spatial_dims', 2) == 2
         and type(module) is not FocusedLinearCore  # which is called in parts, by a block
     }
@@ -180,7 +180,7 @@ def read_attention(
     """
     layers = attention_layers(model)
     layer = _check_layer(model, layers, layer, image)
-    attn = layers[layer]
+    attn: Any = layers[layer]
     num_heads = getattr(attn, 'num_heads', 1)
     if not 0 <= head < num_heads:
         raise UsageError(f"head must be 0 to {num_heads - 1} in '{layer}', got {head}")
@@ -191,9 +191,9 @@ def read_attention(
         raise UsageError(f"'{layer}' is folded: show the model as it was before reparameterize_model")
     inputs = layer_inputs(model, layer, image)
     operator = next(name for kind, name in OPERATORS.items() if isinstance(attn, kind))
-    about = {'operator': operator, 'layer': layer, 'head': head, 'num_heads': num_heads}
+    about: dict[str, Any] = {'operator': operator, 'layer': layer, 'head': head, 'num_heads': num_heads}
     if isinstance(attn, EfficientAttention):
-        maps, channels, shares = efficient_attention_maps(attn, *inputs, head=head)
+        maps, channels, shares = efficient_attention_maps(attn, inputs[0], head)
         return GlobalMaps(**about, maps=maps, channels=channels, shares=shares)
     if isinstance(attn, FocusedLinearCore):
         q, k, _ = queries_keys_values(attn, *inputs)
@@ -201,7 +201,7 @@ def read_attention(
     elif isinstance(attn, InterlacedSparseAttention):
         (height, width), read = inputs[0].shape[2:], partial(interlaced_attention_forms, attn, *inputs)
     else:
-        (height, width), read = inputs[0].shape[2:], partial(non_local_attention_forms, attn, *inputs, head=head)
+        (height, width), read = inputs[0].shape[2:], partial(non_local_attention_forms, attn, inputs[0], head=head)
     cells = [(min(int(y * height), height - 1), min(int(x * width), width - 1)) for x, y in points]
     cells = list(dict.fromkeys(cells))  # on a small grid points can share a position
     forms = read([row * width + col for row, col in cells])
@@ -249,9 +249,7 @@ def _check_layer(model: nn.Module, layers: dict[str, nn.Module], layer: str | No
     raise UsageError(f'{unknown_name("layer", layer, layers)}{way_out}')
 
 
-def queries_keys_values(
-    attn: FocusedLinearCore, x: torch.Tensor, *further: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def queries_keys_values(attn: FocusedLinearCore, x: torch.Tensor, *further: Any) -> tuple[torch.Tensor, ...]:
     """Queries, keys and values of focused linear attention, from the arguments that its layer is called with.
 
     Args:

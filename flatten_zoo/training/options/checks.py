@@ -94,7 +94,7 @@ def check_train_options(args: argparse.Namespace) -> None:
         raise UsageError("--log-tensorboard needs the package tensorboard: pip install 'flatten_zoo[tensorboard]'")
     optimizer = args.opt.lower().removeprefix('lookahead_')
     if optimizer not in list_optimizers():
-        raise UsageError(f'--opt: {unknown_name("optimizer", args.opt, list_optimizers())}')
+        raise UsageError(f'--opt: {unknown_name("optimizer", args.opt, map(str, list_optimizers()))}')
     mixing = args.mixup > 0 or args.cutmix > 0 or args.cutmix_minmax is not None
     if args.aug_splits == 1:
         raise UsageError('--aug-splits 1: a split needs at least 2, and 0 means none')
