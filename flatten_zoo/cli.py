@@ -163,7 +163,7 @@ def _attention_arguments(
     )
 
 
-def _model(args: argparse.Namespace) -> str | None:
+def _model(args: argparse.Namespace) -> Any:
     """The model that the options name, with the attention that they give it."""
     from .models.linearized import with_attention
 

@@ -8,12 +8,11 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import timm
 import torch
 from timm.models import (
-    PretrainedCfg,
     build_model_with_cfg,
     get_model_args,
     model_entrypoint,
@@ -40,6 +39,7 @@ __all__ = [
     'with_attention',
 ]
 
+Name = TypeVar('Name', bound=str | None)
 DEFAULT_BASE = 'pvt_v2_b0'  # the smallest that can be converted
 ARGUMENTS = {'base', 'attention', 'where', 'attention_kwargs'}  # of `linearized` besides those of the base
 
@@ -64,7 +64,7 @@ class Linearized(str):
         return name
 
 
-def with_attention(name: str | None, attention: object, where: object, source: str = '') -> str | None:
+def with_attention(name: Name, attention: object, where: object, source: str = '') -> Name | Linearized:
     """The model that `--model`, `--attention` and `--attention-where` name, or a file that has recorded them.
 
     Args:
@@ -81,7 +81,7 @@ def with_attention(name: str | None, attention: object, where: object, source: s
         return name
     if attention is None:
         raise UsageError(f'{prefix}--attention-where {shown(where)} needs --attention')
-    if attention not in LINEAR_ATTENTIONS:
+    if not isinstance(attention, str) or attention not in LINEAR_ATTENTIONS:
         raise UsageError(f'{prefix}--attention {shown(attention)}: must be one of {", ".join(LINEAR_ATTENTIONS)}')
     if name is None:
         raise UsageError(f'--attention {attention} needs --model; a checkpoint of train.py says it by itself')
@@ -126,7 +126,8 @@ def resolve_arguments(name: str, options: dict[str, Any] | None = None, **kwargs
         options, **kwargs: As in timm.
     """
     if isinstance(name, Linearized):
-        name, kwargs = LINEARIZED, {**kwargs, **name.arguments}
+        kwargs |= name.arguments
+        name = LINEARIZED
     if split_model_name_tag(name)[0] != LINEARIZED:
         return resolve_model_input_args(name, options, **kwargs)
     arguments = resolve_model_input_args(kwargs.pop('base', DEFAULT_BASE), options, **kwargs)
@@ -147,7 +148,7 @@ def linearized(
     attention: str = 'focused_linear',
     where: Sequence[int] | None = None,
     attention_kwargs: dict[str, Any] | None = None,
-    pretrained_cfg: str | dict | PretrainedCfg | None = None,
+    pretrained_cfg: Any = None,  # as in timm: a tag, a dictionary or a PretrainedCfg
     pretrained_cfg_overlay: dict | None = None,
     cache_dir: str | None = None,
     **kwargs: Any,
@@ -169,8 +170,9 @@ def linearized(
     architecture, tag = split_model_name_tag(base)
     if architecture not in timm.list_models(exclude_filters=LINEARIZED):  # not what timm has renamed either
         raise ValueError(f"base must be the name of a model of timm that is not converted yet, got '{base}'")
-    cfg = resolve_pretrained_cfg(architecture, pretrained_cfg or tag, pretrained_cfg_overlay)
-    converted = isinstance(pretrained_cfg, dict | PretrainedCfg) and _architecture(pretrained_cfg) != architecture
+    cfg: Any = resolve_pretrained_cfg(architecture, pretrained_cfg or tag, pretrained_cfg_overlay)
+    about = pretrained_cfg if isinstance(pretrained_cfg, dict) else getattr(pretrained_cfg, '__dict__', None)
+    converted = about is not None and about.get('architecture') != architecture
     base_cfg, cfg = (replace(cfg, architecture=name) for name in (architecture, LINEARIZED))
     create_base = model_entrypoint(architecture)
     check_feature_cls(kwargs.pop('feature_cls', 'getter'))
@@ -192,7 +194,3 @@ def linearized(
         cache_dir=cache_dir,
         **kwargs,
     )
-
-
-def _architecture(cfg: dict | PretrainedCfg) -> str | None:
-    return cfg.get('architecture') if isinstance(cfg, dict) else cfg.architecture

@@ -78,7 +78,8 @@ def check_arguments(model_name: str, arguments: Any, source: str) -> None:
     """
     check_plain(arguments, source)
     if isinstance(model_name, Linearized):
-        model_name, arguments = LINEARIZED, arguments | model_name.arguments
+        arguments = arguments | model_name.arguments
+        model_name = LINEARIZED
     architecture, known = split_model_name_tag(model_name)[0], set()
     if architecture == LINEARIZED:
         base, known = arguments.get('base', DEFAULT_BASE), ARGUMENTS

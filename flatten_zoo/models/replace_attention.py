@@ -222,7 +222,7 @@ def _attn_types(where: Sequence[int] | None, number: int) -> list[str]:
     return ['linear' if i in where else 'softmax' for i in range(number)]
 
 
-def _record(model: nn.Module, **arguments: Any) -> None:
+def _record(model: Any, **arguments: Any) -> None:
     """Have timm know the network as a 'linearized' one with these arguments; None and {} are left out."""
     base = model.pretrained_cfg['architecture']
     update_model_args(model, base=base, **{key: value for key, value in arguments.items() if value not in (None, {})})
