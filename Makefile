@@ -40,6 +40,7 @@ test-all: lint
 lint: $(TEST)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check --quiet
+	$(BIN)/mypy
 
 # The zoo against a literal transcription of its equations; on an idle machine.
 bench: $(DEMO)

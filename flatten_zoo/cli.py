@@ -11,8 +11,10 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from .errors import UsageError, report_usage_errors
 
@@ -161,7 +163,7 @@ def _attention_arguments(
     )
 
 
-def _model(args: argparse.Namespace) -> str | None:
+def _model(args: argparse.Namespace) -> Any:
     """The model that the options name, with the attention that they give it."""
     from .models.linearized import with_attention
 
@@ -622,6 +624,24 @@ COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Command]] = {
 PROGRAMS = ('train', 'validate')  # of the training room, which read their options themselves
 
 
+@contextmanager
+def _ends_with_its_reader() -> Iterator[None]:
+    """Ends quietly where nobody reads what is printed any more, as in `flatten-zoo list | head -1`."""
+    try:
+        try:
+            yield
+        finally:
+            print(end='', flush=True)
+    except BrokenPipeError:
+        try:
+            print(flush=True)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python writes the rest at its end
+            sys.exit(128 + 13)  # as a shell reports SIGPIPE
+        raise  # it was of another pipe
+
+
+@_ends_with_its_reader()
 def main(argv: list[str] | None = None) -> int:
     """Runs a subcommand.
 
@@ -634,9 +654,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog='flatten-zoo', description='Efficient-attention vision backbones for timm.')
     subparsers = parser.add_subparsers(metavar='COMMAND', dest='command', required=True)
     for name, command in COMMANDS.items():
-        summary, _, _ = command.__doc__.partition('\n')
+        summary, _, _ = (command.__doc__ or '').partition('\n')
         # all words after a program are its arguments, --help too
-        options = {'add_help': False, 'prefix_chars': '\0'} if name in PROGRAMS else {}
+        options: dict[str, Any] = {'add_help': False, 'prefix_chars': '\0'} if name in PROGRAMS else {}
         subparser = subparsers.add_parser(name, help=summary, description=command.__doc__, **options)
         subparser.set_defaults(run=command(subparser))
     args = parser.parse_args(argv)

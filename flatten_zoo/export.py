@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -166,7 +167,7 @@ def feature_network(model: nn.Module) -> nn.Module:
     try:
         with torch.device('meta'):
             info = timm.create_model(base_of(model), features_only=True).feature_info
-        from_the_end = [i - len(info.info) for i in info.out_indices]  # the model may be of another depth
+        from_the_end = tuple(i - len(info.info) for i in info.out_indices)  # the model may be of another depth
         return FeatureGetterNet(model, out_indices=from_the_end)
     except Exception as e:  # any network of timm's has its own way to have no features
         raise UsageError(f"--task features: '{name_of(model)}' gives no feature maps: {first_line(e)}") from e
@@ -246,7 +247,7 @@ def save_onnx(
             program = program.run_decompositions(get_decompositions([torch.ops.aten.gelu.default]))
         try:
             # the exporter's own optimizer takes time quadratic in the slices of a network; runtimes have theirs
-            converted = torch.onnx.export(
+            converted: Any = torch.onnx.export(  # not None, which the older exporter returns
                 program,
                 input_names=['image'],
                 output_names=names,

@@ -73,4 +73,4 @@ def save_arrays(arrays: dict[str, np.ndarray], path: Path) -> None:
         UsageError: The file cannot be written.
     """
     with written_whole(path) as unfinished, unfinished.open('wb') as file:
-        np.savez_compressed(file, **arrays)
+        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # none has the name of its option

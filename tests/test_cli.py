@@ -1,4 +1,5 @@
 import csv
+import os
 import subprocess
 import sys
 
@@ -147,10 +148,25 @@ def test_traceback_behind_a_line(wanted, shown, monkeypatch, capsys, tmp_path):
         assert before[0].startswith('Traceback') and any('SafetensorError' in text for text in before)
 
 
-def test_an_unexpected_error_keeps_its_traceback(monkeypatch):
+@pytest.mark.parametrize('error', [ZeroDivisionError('a bug'), BrokenPipeError('of another pipe')])
+def test_an_unexpected_error_keeps_its_traceback(error, monkeypatch):
     def bug(*args, **kwargs):
-        raise ZeroDivisionError('a bug')
+        raise error
 
     monkeypatch.setattr('flatten_zoo.weights.list_table', bug)
-    with pytest.raises(ZeroDivisionError, match='a bug'):
+    with pytest.raises(type(error), match=str(error)):
         main(['list'])
+
+
+@pytest.mark.parametrize('arguments, unbuffered', [('list', '1'), ('info flatten_pvt_v2_b0', ''), ('--help', '')])
+def test_ends_quietly_where_nobody_reads_on(arguments, unbuffered):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, '-m', 'flatten_zoo', *arguments.split()],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        env={**os.environ, 'PYTHONUNBUFFERED': unbuffered},
+    )
+    os.close(writer)
+    assert done.returncode == 141 and not done.stderr

@@ -450,6 +450,7 @@ def long_run(folder: Path) -> list:
     return [images, '--output', folder, *shlex.split('--epochs 1000 -j 1 -b 2 --resume auto --log-interval 20')]
 
 
+@pytest.mark.slow
 def test_torchrun_terminated(tmp_path):
     folder = tmp_path / 'run'
     process = torchrun(*long_run(tmp_path))

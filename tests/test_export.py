@@ -74,13 +74,10 @@ def test_one_file_for_many_batches(name, task, format, tmp_path):
     assert_same(path, network, [(batch, 64, 64) for batch in (1, 2, 5)])
 
 
-QUICK = [('flatten_deit_t', 'features', 'onnx'), ('ea_resnet50', 'features', 'pt2')]
-
-
 @pytest.mark.parametrize(
     ('name', 'task', 'format'),
     [
-        case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow)
+        case if case == ('flatten_deit_t', 'features', 'onnx') else pytest.param(*case, marks=pytest.mark.slow)
         for case in itertools.product((*SMALL, *RESNETS), ('classification', 'features'), ('onnx', 'pt2'))
     ],
 )
@@ -130,6 +127,7 @@ def test_another_opset_than_asked_for(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_shifted_windows_leave_the_size_open(tmp_path):
     model = create_small('flatten_swin_t', depths=(2,), num_heads=(1,), attn_types='softmax', dynamic_img_size=True)
     path = tmp_path / 'swin.pt2'
@@ -408,8 +406,10 @@ def test_checkpoint_of_a_model_of_timm(tmp_path):
     ('name', 'format'),
     [
         ('flatten_pvt_t', 'onnx'),
-        ('ea_resnet50', 'pt2'),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (('flatten_pvt_t', 'pt2'), ('ea_resnet50', 'onnx'))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (('flatten_pvt_t', 'pt2'), ('ea_resnet50', 'onnx'), ('ea_resnet50', 'pt2'))
+        ),
     ],
 )
 def test_half(name, format, tmp_path):

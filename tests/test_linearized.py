@@ -17,7 +17,7 @@ from timm.utils import ModelEmaV3
 from flatten_zoo import FocusedLinearAttention, cli, replace_attention
 from flatten_zoo.errors import UsageError, report_usage_errors
 from flatten_zoo.models.linearized import name_of, with_attention
-from flatten_zoo.models.replace_attention import ATTENTIONS
+from flatten_zoo.models.replace_attention import LINEAR_ATTENTIONS
 from flatten_zoo.training.loop.trainer import Trainer
 from flatten_zoo.training.options.definitions import train_parser
 from flatten_zoo.training.train import main as train
@@ -28,14 +28,16 @@ from .runs import assert_same_end
 from .tiny_images import write_images
 
 pytestmark = pytest.mark.usefixtures('no_pictures')
-VIT = dict(img_size=32, depth=3, embed_dim=48, class_token=False, global_pool='avg')
+VIT = dict(img_size=32, depth=3, embed_dim=48, num_heads=3)
 CONVERTED = {  # base, its arguments, and those of the conversion
     'vit': ('deit_tiny_patch16_224', VIT, dict(where=[0, 2], kernel_size=3)),
-    'vit, efficient': ('vit_tiny_patch16_224', dict(VIT, class_token=True), dict(attention='efficient', where=[1])),
+    'vit, efficient': ('vit_tiny_patch16_224', VIT, dict(attention='efficient', where=[1])),
+    'eva': ('vit_small_patch16_dinov3', VIT, {}),
+    'beit': ('beit_base_patch16_224', VIT, dict(where=[2])),
+    'swin v2': ('swinv2_tiny_window8_256', dict(img_size=64, depths=(1, 1), embed_dim=24), dict(where=[0])),
     'swin': ('swin_tiny_patch4_window7_224', dict(img_size=64, depths=(1, 1, 2, 1), embed_dim=24), dict(where=[2])),
     'pvt': ('pvt_v2_b0', dict(depths=(1, 1, 2, 1), embed_dims=(8, 16, 40, 64)), dict(img_size=(64, 96))),
 }
-each = pytest.mark.parametrize('case', CONVERTED)
 
 
 def create(case):
@@ -60,7 +62,7 @@ def assert_same_network(ours, theirs):
     assert list(ours.state_dict()) == list(theirs)
 
 
-@each
+@pytest.mark.parametrize('case', CONVERTED)
 def test_round_trips(case, tmp_path):
     """What was done stays with the network, and what is saved of it by timm or by the zoo is loaded bit for bit."""
     model = create(case)
@@ -83,11 +85,8 @@ def test_round_trips(case, tmp_path):
         for loaded in (timm.create_model(address, pretrained=True).eval(), open_model(address, pretrained=True)[0]):
             assert_same_network(loaded, model)
             assert torch.equal(loaded(x), model(x))
-            assert {k: v for k, v in loaded.pretrained_cfg.items() if k in ('mean', 'crop_pct', 'classifier')} == {
-                k: list(v) if k == 'mean' else v
-                for k, v in model.pretrained_cfg.items()
-                if k in ('mean', 'crop_pct', 'classifier')
-            }
+            for key in ('tag', 'crop_pct', 'interpolation', 'first_conv', 'classifier'):
+                assert loaded.pretrained_cfg[key] == model.pretrained_cfg[key]
     maps = timm.create_model(address, pretrained=True, features_only=True).eval()
     base = timm.create_model(base, features_only=True, **CONVERTED[case][1])
     assert maps.feature_info.channels() == base.feature_info.channels() == [y.shape[1] for y in maps(x)]
@@ -120,12 +119,23 @@ def test_weights_of_the_base_come_before_the_conversion(tmp_path):
     assert model.pretrained_cfg['tag'] == 'fb_in1k' and model.pretrained_cfg['crop_pct'] == 0.9
 
 
+def test_addresses_are_bases_for_those_who_name_them(tmp_path):
+    base = timm.create_model(CONVERTED['vit'][0], **VIT)
+    save_for_hf(base, tmp_path, safe_serialization=True)
+    model, words = open_model(with_attention(f'local-dir:{tmp_path}', 'efficient', '0'), pretrained=True)
+    assert name_of(model) == 'deit_tiny_patch16_224+efficient[0]' and 'attention untrained' in words
+    assert torch.equal(model.blocks[1].attn.qkv.weight, base.blocks[1].attn.qkv.weight)
+    save_model(model, tmp_path / 'x', 'x')
+    with pytest.raises(UsageError, match='not converted yet'):
+        open_model(with_attention(f'local-dir:{tmp_path / "x"}', 'efficient', '1'), pretrained=True)
+
+
 def test_bases_that_are_none():
     assert name_of(timm.create_model('linearized')) == 'pvt_v2_b0+focused_linear' and 'linearized' not in zoo_models()
-    for base in ('hf-hub:me/x', 'local-dir:/x', 'linearized', 'vit_huge'):
+    for base in ('hf-hub:me/x', 'local-dir:/x', 'linearized', 'vit_huge', 'vit_tiny_patch16_224_in21k'):
         with pytest.raises(ValueError, match=f"got '{base}'"):
             timm.create_model('linearized', base=base)
-    with pytest.raises(ValueError, match='all that should be converted at once'):
+    with pytest.raises(ValueError, match='name all its parts at once'):
         replace_attention(create('vit, efficient'), 'efficient', where=[0])
 
 
@@ -138,14 +148,11 @@ def test_names():
     with pytest.raises(UsageError, match='--model'):
         with_attention(None, 'efficient', None)
     choices = {tuple(action.choices) for action in train_parser()._actions if action.dest == 'attention'}
-    assert choices == {ATTENTIONS}
+    assert choices == {LINEAR_ATTENTIONS}
 
 
 TRAIN_EPOCH = Trainer.train_epoch
-TINY = shlex.split(
-    '--model deit_tiny_patch16_224 --model-kwargs depth=3 embed_dim=48 class_token=False --gp avg --num-classes 3 '
-    '--img-size 32 -b 6 -j 0 --device cpu'
-)
+TINY = shlex.split('--model test_vit --model-kwargs depth=3 --num-classes 3 --img-size 32 -b 6 -j 0 --device cpu')
 LEARNING = shlex.split('--lr .01 --opt adamw --warmup-epochs 0 --epochs 2 --model-ema')
 ATTENTION = ['--attention', 'focused_linear', '--attention-where', '0-1']
 
@@ -165,7 +172,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp('trained')
     write_images(folder / 'images', train=6)
     torch.manual_seed(0)
-    torch.save(timm.create_model('deit_tiny_patch16_224', num_classes=3, **VIT).state_dict(), folder / 'base.pth')
+    torch.save(timm.create_model('test_vit', img_size=32, depth=3, num_classes=3).state_dict(), folder / 'base.pth')
     assert run(train, *training(folder), '--output', folder) == 0
     return folder
 
@@ -184,7 +191,7 @@ def test_training_continues_and_its_checkpoints_say_all(trained, tmp_path, monke
     checkpoint = torch.load(best, weights_only=True)
     for use_ema, entry in ((False, 'state_dict'), (True, 'state_dict_ema')):
         model = load_model(best, use_ema=use_ema)
-        assert name_of(model) == 'deit_tiny_patch16_224+focused_linear[0-1]'
+        assert name_of(model) == 'test_vit+focused_linear[0-1]'
         assert all(torch.equal(value, model.state_dict()[key]) for key, value in checkpoint[entry].items())
     Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(tmp_path / 'p.png')
     assert run(cli.main, 'convert', best, '-o', tmp_path / 'folder', '--use-ema') == 0
@@ -197,7 +204,7 @@ def test_training_continues_and_its_checkpoints_say_all(trained, tmp_path, monke
     ):
         assert run(cli.main, *argv) == 0
     described = json.loads((tmp_path / 'x.pt2.json').read_text())
-    assert described['model'] == 'deit_tiny_patch16_224+focused_linear[0-1]'
+    assert described['model'] == 'test_vit+focused_linear[0-1]'
     assert 'focused linear attention of' in capsys.readouterr().out
 
     results = []
@@ -209,26 +216,26 @@ def test_training_continues_and_its_checkpoints_say_all(trained, tmp_path, monke
         assert run(validate, *argv) == 0
         results.append(json.loads(capsys.readouterr().out.partition('--result\n')[2]))
     assert len({result['loss'] for result in results}) == 1
-    assert results[0]['model'] == 'deit_tiny_patch16_224+focused_linear[0-1]'
+    assert results[0]['model'] == 'test_vit+focused_linear[0-1]'
 
 
 def test_commands_show_it_beside_the_base(tmp_path, capsys):
-    named = ['pvt_v2_b0', '--attention', 'focused_linear', '--attention-where', '1-2']
+    named = ['test_vit', '--attention', 'focused_linear', '--attention-where', '1-2']
     assert run(cli.main, 'info', *named) == 0
-    assert 'pvt_v2_b0+focused_linear[1-2]' in capsys.readouterr().out
+    assert 'test_vit+focused_linear[1-2]' in capsys.readouterr().out
     assert run(cli.main, 'complexity', *named, '--img-size', 32) == 0
     assert run(cli.main, 'bench', *named, '--img-size', 32, '--seconds', 0.01, '--device', 'cpu') == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith('pvt')]
-    assert [words[0] for words in lines] == ['pvt_v2_b0', 'pvt_v2_b0+focused_linear[1-2]'] * 2
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith('test_vit')]
+    assert [words[0] for words in lines] == ['test_vit', 'test_vit+focused_linear[1-2]'] * 2
     assert lines[0][2:] != lines[1][2:]
 
 
 @pytest.mark.parametrize(
     'argv, part',
     [
-        (['info', 'pvt_v2_b0', '--attention-where', '1'], '--attention-where 1 needs --attention'),
-        (['complexity', 'test_resnet', '--attention', 'efficient'], 'VisionTransformer, got a ResNet'),
-        (['complexity', 'pvt_v2_b0', '--attention', 'focused_linear', '--attention-where', '4'], 'from 0 to 3'),
+        (['info', 'pvt_v2_b0', '--attention-where', '1'], "--attention-where '1' needs --attention"),
+        (['complexity', 'test_resnet', '--attention', 'efficient'], 'got a ResNet'),
+        (['info', 'pvt_v2_b0', '--attention', 'focused_linear', '--attention-where', '4'], 'from 0 to 3'),
         (['export', 'pvt_v2_b0', '--attention', 'efficient', '-o', 'x.pt2', '--format', 'pt2'], 'Pyramid'),
         (['convert', 'x.pth', '--attention', 'efficient', '-o', 'x'], '--attention efficient needs --model'),
         (['predict', 'x.png', '--attention', 'efficient', '--checkpoint', 'x'], 'needs --model'),

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from flatten_zoo import cli
-from flatten_zoo.errors import report_usage_errors
+from flatten_zoo.errors import UsageError, report_usage_errors
 from flatten_zoo.training.validate import main as validate
 from flatten_zoo.weights import open_model, save_model
 
@@ -30,6 +30,18 @@ def test_every_address_gives_the_same_model(kind, tmp_path):
     }[kind]()
     assert words == ('pretrained' if kind == 'folder' else 'c.pth') and not opened.training
     assert all(torch.equal(value, opened.state_dict()[key]) for key, value in model.state_dict().items())
+
+
+def test_a_checkpoint_with_a_classifier_for_a_network_that_has_none_by_default(tmp_path):
+    model = timm.create_model('eva02_tiny_patch14_224', num_classes=5)
+    torch.save({'arch': 'eva02_tiny_patch14_224', 'state_dict': model.state_dict()}, tmp_path / 'c.pth')
+    opened, _ = open_model(checkpoint=tmp_path / 'c.pth')
+    assert opened.num_classes == 5 and torch.equal(opened.head.weight, model.head.weight)
+
+
+def test_a_model_must_be_named():
+    with pytest.raises(UsageError, match='name a model'):
+        open_model()
 
 
 def test_every_command_says_the_same_of_weights_that_do_not_fit(tmp_path, capsys):

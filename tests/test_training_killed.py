@@ -158,7 +158,7 @@ def test_killed_twenty_times(tmp_path, images):
         assert_same_end(whole, life.folder)
 
 
-@pytest.mark.parametrize('recovery_interval', [0, 3])
+@pytest.mark.parametrize('recovery_interval', [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_killed_in_the_first_checkpoint(tmp_path, images, recovery_interval):
     """There may be a row of the table, but nothing to go on from."""
     options = f'--epochs 1 --recovery-interval {recovery_interval}'

@@ -81,7 +81,10 @@ def refused(capsys, *argv) -> str:
         RANDOM,
         RANDOM + ' --no-prefetcher --amp --clip-grad 1 --grad-accum-steps 3 --sched-on-updates --epochs 3',
         '--opt lookahead_adamw --sched plateau --patience-epochs 0 --lr-noise 0.2 --eval-metric loss --lr 0.5',
-        '--model-dtype bfloat16 --model-ema -j 1 --sched step --decay-epochs 1 --epochs 3 --val-split ""',
+        pytest.param(
+            '--model-dtype bfloat16 --model-ema -j 1 --sched step --decay-epochs 1 --epochs 3 --val-split ""',
+            marks=pytest.mark.slow,
+        ),
         '--train-img-sizes 24 32 --train-batch-sizes 8 4 --variable-batch-loss-scale sqrt --model-ema-force-cpu '
         '--model-ema --tta 2 --no-prefetcher',
     ],
@@ -126,13 +129,18 @@ def test_folder_to_continue_has_the_options(tmp_path):
 @pytest.mark.parametrize(
     'data, before, after, anew',
     [
-        ('images', '-b 6', '-b 8', True),
+        pytest.param('images', '-b 6', '-b 8', True, marks=pytest.mark.slow),
         ('images', '--grad-accum-steps 2', '--grad-accum-steps 1', True),
         ('images', '--epochs 3', '--epochs 4', False),
         ('images', '-j 0', '-j 1', False),
-        ('images', *(f'--train-img-sizes 24 32 --train-batch-sizes {sizes}' for sizes in ('8 4', '6 3')), True),
+        pytest.param(
+            'images',
+            *(f'--train-img-sizes 24 32 --train-batch-sizes {sizes}' for sizes in ('8 4', '6 3')),
+            True,
+            marks=pytest.mark.slow,
+        ),
         ('shards', '-j 0', '-j 2', True),
-        ('parquet', '--epoch-repeats 0', '--epoch-repeats 2', True),
+        pytest.param('parquet', '--epoch-repeats 0', '--epoch-repeats 2', True, marks=pytest.mark.slow),
     ],
 )
 def test_changed_batches_updates_and_epochs(tmp_path, images, monkeypatch, caplog, data, before, after, anew):
@@ -179,7 +187,7 @@ def test_changed_batches_updates_and_epochs(tmp_path, images, monkeypatch, caplo
     assert progress == [f'epoch 0/{epochs}  batch {number}/{length}' for number in range(first + 1, length + 1)]
 
 
-@pytest.mark.parametrize('workers', [0, 2])
+@pytest.mark.parametrize('workers', [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_interrupted_stream_ends_like_one_that_was_not(tmp_path, images, monkeypatch, workers):
     shards = write_shards(tmp_path / 'shards', images)
     options = ('--dataset', 'wds/tiny', '-j', workers)

@@ -13,9 +13,10 @@ from matplotlib.text import Text
 from PIL import Image
 from safetensors.torch import save_file
 
-from flatten_zoo import EfficientAttention, visualize
+from flatten_zoo import EfficientAttention, replace_attention, visualize
 from flatten_zoo.cli import main
 from flatten_zoo.errors import UsageError
+from flatten_zoo.layers.focused_linear_attention import focused_feature_map
 from flatten_zoo.weights import open_model
 
 from .networks import SMALL, create_small, seeded
@@ -99,6 +100,22 @@ def test_what_is_read_by_default(name):
     inputs = visualize.layer_inputs(model, maps.layer, image(128, 128, dtype=torch.float32))
     q, k, _ = (y[..., : attn.head_dim].flatten(1, 2)[0].double() for y in visualize.queries_keys_values(attn, *inputs))
     torch.testing.assert_close(maps.forms['softmax'].matrix, (q @ k.T / math.sqrt(attn.head_dim)).softmax(-1))
+
+
+@pytest.mark.parametrize('name', ['vit_small_patch14_reg4_dinov2', 'eva02_tiny_patch14_224'])
+@torch.no_grad()
+def test_converted_vits_are_read_between_their_patches(name):
+    kwargs = dict(embed_dim=48, depth=1, num_heads=3, img_size=56, dynamic_img_size=True)
+    model = replace_attention(timm.create_model(name, **kwargs).eval())
+    x = image(42, 70, dtype=torch.float32)
+    maps = visualize.read_attention(model, x, head=1)
+    attn, prefix = model.get_submodule(maps.layer), model.num_prefix_tokens
+    assert f'{prefix} prefix' in maps.note and maps.forms['linear'].rows.shape == (9, 3, 5)
+    q, k, _ = attn.project(*visualize.layer_inputs(model, maps.layer, x)[:2])
+    q, k = (focused_feature_map(y, attn.scale, attn.focusing_factor)[0, :, 16:32].double() for y in (q, k))
+    weights = (q @ k.T)[prefix:, prefix:]
+    expected = weights / (weights.sum(dim=1, keepdim=True) + 15e-6)
+    torch.testing.assert_close(maps.forms['linear'].matrix, expected, rtol=1e-3, atol=1e-5)
 
 
 def test_the_kernel_is_placed_at_the_query():

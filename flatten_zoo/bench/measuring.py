@@ -4,6 +4,7 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from timm.models import model_entrypoint, split_model_name_tag
@@ -42,7 +43,7 @@ class Timing:
     ratio: float | None
 
     @property
-    def quartiles(self) -> tuple[float, float, float]:
+    def quartiles(self) -> tuple[float, ...]:
         """Seconds of one batch: lower quartile, median, upper quartile."""
         if len(self.seconds) == 1:  # Ctrl-C was quick
             return self.seconds * 3
@@ -107,7 +108,8 @@ def bench(
     """
     report = Report()
     own = {name: default_size(name) for name in names} if sizes is None else {}
-    settings = list(itertools.product(*map(dict.fromkeys, (modes, batch_sizes, sizes or [None]))))
+    choices: tuple[Sequence[Any], ...] = (modes, batch_sizes, sizes or [None])
+    settings = list(itertools.product(*map(dict.fromkeys, choices)))
     limit = max(dynamo_config.recompile_limit, 2 * len(names))  # models of one class share it
     with (
         tqdm(total=len(settings) * len(names), unit='figure', leave=False, disable=None) as bar,
@@ -133,7 +135,8 @@ def _measure(
     train: bool,
 ) -> None:
     """Time models side by side, by their names and image sizes; what was timed is reported after Ctrl-C too."""
-    prepared, times = {}, {}
+    prepared = {}
+    times: dict[str, list[float]] = {}
 
     def fail(name: str, error: Exception) -> None:
         message = first_line(error).removeprefix(f"'{name}' ")

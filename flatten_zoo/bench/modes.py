@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from timm.optim import create_optimizer_v2
@@ -61,7 +62,7 @@ def prepare(name: str, mode: str, batch_size: int, size: int, device: torch.devi
         model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
     if train:
         model.train().requires_grad_()
-    network = torch.compile(model, dynamic=False) if mode == 'compile' else model
+    network: Any = torch.compile(model, dynamic=False) if mode == 'compile' else model
     run = _synchronised(_training_step(model, network, x) if train else _inference(network, x), device)
     run()
     run()  # libraries choose their kernels, and the optimizer makes its state, at the first

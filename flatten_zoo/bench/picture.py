@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import timm
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
@@ -28,7 +28,7 @@ def reported_top1(name: str, size: int) -> float | None:
     architecture, tag = split_model_name_tag(name)
     if architecture not in RELEASES or tag not in ('', TAG):
         return None
-    return RELEASES[architecture].top1 if size == timm.get_pretrained_cfg(architecture).input_size[-1] else None
+    return RELEASES[architecture].top1 if size == default_size(architecture) else None
 
 
 def check_accuracies(path: Path, names: Sequence[str], sizes: Sequence[int] | None) -> list[str]:
@@ -106,9 +106,9 @@ def _label(axes: Axes, points: Sequence[tuple[str, tuple[float, float]]]) -> Non
     taken = [
         Bbox.from_bounds(x - radius, y - radius, 2 * radius, 2 * radius)
         for line in axes.lines
-        for x, y in line.get_transform().transform_path(line.get_path()).interpolated(50).vertices
+        for x, y in np.asarray(line.get_transform().transform_path(line.get_path()).interpolated(50).vertices)
     ]
-    taken.append(axes.get_legend().get_window_extent())
+    taken.append(axes.get_legend().get_window_extent())  # type: ignore[union-attr]  # each has one
     for name, point in points:
         label = axes.annotate(
             name,
@@ -125,9 +125,9 @@ def _label(axes: Axes, points: Sequence[tuple[str, tuple[float, float]]]) -> Non
         half = at.width / 2 / pixels, at.height / 2 / pixels
         for distance, angle in itertools.product(range(6, 200, 6), range(0, 360, 30)):
             direction = math.cos(math.radians(angle)), math.sin(math.radians(angle))
-            offset = [d * (distance + h) for d, h in zip(direction, half, strict=True)]
-            label.set_position(offset)
-            box = at.translated(*(pixels * o for o in offset))
+            right, up = (d * (distance + h) for d, h in zip(direction, half, strict=True))
+            label.set_position((right, up))
+            box = at.translated(pixels * right, pixels * up)
             inside = all(axes.bbox.contains(*corner) for corner in box.corners())
             if inside and not any(box.overlaps(other) for other in taken):
                 break

@@ -19,7 +19,7 @@ __all__ = ['RESULT_FORMATS', 'check_results_path', 'machine', 'save_results', 't
 RESULT_FORMATS = ('csv', 'json')
 
 
-def machine(device: torch.device, modes: Sequence[str], train: bool) -> dict[str, str | int]:
+def machine(device: torch.device, modes: Sequence[str], train: bool) -> dict[str, str | int | None]:
     """What the figures hold for: the machine, versions, and what was measured."""
     packages = ['torch', 'timm', *(['onnxruntime'] if set(modes) & set(ONNX_MODES) else [])]
     about = {
@@ -76,7 +76,7 @@ def check_results_path(path: Path) -> None:
     check_path('results', path, RESULT_FORMATS)
 
 
-def save_results(path: Path, about: dict[str, str | int], report: Report) -> None:
+def save_results(path: Path, about: dict[str, str | int | None], report: Report) -> None:
     """Writes timings for programs; the suffix, one of `RESULT_FORMATS`, names the format.
 
     Args:

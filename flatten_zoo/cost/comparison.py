@@ -270,7 +270,7 @@ def plot(comparisons: list[Comparison], path: Path) -> None:
         if name in OPERATORS:
             memory.plot(
                 sizes,
-                [c.closed_form.memory / 1e6 for c in rows],
+                [c.closed_form.memory / 1e6 for c in rows if c.closed_form],
                 linestyle='--',
                 color=line.get_color(),
                 label=f'{name}, closed form (all held at once)',

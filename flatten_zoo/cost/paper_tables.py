@@ -18,7 +18,7 @@ def three_digits(value: float, unit: str = '') -> str:
     return f'{digits:.{2 - int(math.log10(digits))}f} {["", "K", "M", "G", "T", "P"][power]}{unit}'
 
 
-def _operator_costs(spatial: tuple[int, ...], *args, **kwargs) -> tuple[Cost, Cost]:
+def _operator_costs(spatial: tuple[int, ...], *args, **kwargs) -> tuple[Cost, ...]:
     """Closed forms of efficient and of non-local attention with the same arguments on the same map."""
     kwargs = {'spatial_dims': len(spatial), 'device': 'meta', **kwargs}
     return tuple(closed_form(cls(*args, **kwargs), spatial) for cls in (EfficientAttention, NonLocalAttention))
@@ -37,7 +37,7 @@ def _ea_table2() -> Table:
     }
     sums = {'res3-4+fpn3-5': ['res3', 'res4', 'fpn3', 'fpn4', 'fpn5'], 'res3-4+fpn1-5': list(places)}
 
-    def cells(costs: list[tuple[Cost, Cost]]) -> list[str]:
+    def cells(costs: list[tuple[Cost, ...]]) -> list[str]:
         efficient, non_local = zip(*costs, strict=True)
         return [
             three_digits(sum(getattr(c, what) for c in column))

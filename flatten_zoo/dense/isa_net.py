@@ -85,7 +85,7 @@ class ISANet(nn.Module):
             else None
         )
         make_norms_foldable(self.isa_head)
-        if aux_loss:
+        if self.dsn_head is not None:
             make_norms_foldable(self.dsn_head)
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:

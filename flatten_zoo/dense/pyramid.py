@@ -34,7 +34,7 @@ _BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)  # timm's own are subclasses
 class Stage(NamedTuple):
     """A stage of a timm backbone built with `features_only=True`: which of its outputs, and what that is."""
 
-    index: int
+    output: int
     stride: int
     channels: int
     module: str
@@ -120,7 +120,7 @@ class PyramidBackbone(nn.Module):
         stages = pyramid_stages(body)
         self.body = body
         self.channels_last = getattr(body, 'output_fmt', Format.NCHW) == Format.NHWC
-        self.indices = [stage.index for stage in stages]
+        self.indices = [stage.output for stage in stages]
         plain = len(stages) == 1
         self.strides = [*_STRIDES] if plain else [stage.stride for stage in stages]
         self.strides.append(2 * self.strides[-1])

@@ -161,8 +161,8 @@ class FocusedLinearCore(nn.Module):
             .requires_grad_(shared.weight.requires_grad)
         )
         self.dwc.load_state_dict({'weight': weight, 'bias': bias})
-        self.inverse_scale = s.to(self.scale.dtype)
-        self.scale = None
+        self.register_buffer('inverse_scale', s.to(self.scale.dtype))
+        self.register_parameter('scale', None)
 
     def _inverse_scale(self) -> torch.Tensor:
         return inverse_softplus(self.scale) if self.inverse_scale is None else self.inverse_scale

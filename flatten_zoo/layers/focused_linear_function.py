@@ -206,7 +206,7 @@ class _Attention(torch.autograd.Function):
             ):
                 grads = _differentiated(grad, inputs, ctx.needs_input_grad, options)
             else:
-                grads = _attention_backward(grad, *inputs, *saved, *options, ctx.needs_input_grad)
+                grads = _attention_backward(grad, *inputs, *saved, *options, ctx.needs_input_grad)  # type: ignore[call-arg]  # mypy cannot count them
         return *grads, None, None, None
 
 

@@ -41,18 +41,18 @@ def make_norms_foldable(*modules: nn.Module) -> None:
     leaves = [leaf for module in modules for leaf in module.modules() if next(leaf.children(), None) is None]
     for conv, norm in pairwise(leaves):
         if type(conv) is nn.Conv2d and type(norm) is nn.BatchNorm2d:
-            conv.fuse = partial(_offer, conv, norm)
+            conv.fuse = partial(_offer, conv, norm)  # type: ignore[assignment]  # torch's modules hold anything
 
 
 def _offer(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> nn.Conv2d:
-    norm.fuse = partial(_fold, conv, norm)
+    norm.fuse = partial(_fold, conv, norm)  # type: ignore[assignment]
     return conv
 
 
 def _fold(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> nn.Module:
     del norm.fuse
-    if type(conv) is not nn.Conv2d or norm.running_var is None:  # a parametrized weight; statistics of each batch
-        return norm
+    if type(conv) is not nn.Conv2d or norm.running_mean is None or norm.running_var is None:
+        return norm  # a parametrized weight; statistics of each batch
     del conv.fuse
     conv.weight, conv.bias = fuse_conv_bn_weights(
         conv.weight, conv.bias, norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias

@@ -84,9 +84,8 @@ class InterlacedSparseAttention(nn.Module):
         """
         if not self.residual:
             raise ValueError('zero_init_last needs residual=True: a final ReLU passes no gradient to a zero branch')
-        norm = self.short_range_sa.W[1][0]
-        nn.init.zeros_(norm.weight)
-        nn.init.zeros_(norm.bias)
+        for parameter in self.short_range_sa.W[1].parameters():
+            nn.init.zeros_(parameter)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Maps B×C×H×W to B×out_dim×H×W."""

@@ -83,8 +83,8 @@ class ProjectedAttention(nn.Module):
     def zero_init_last(self) -> None:
         """Zero the branch's last layer, so that with `residual` the module starts as the identity and still learns."""
         last = self.values if isinstance(self.reprojection, nn.Identity) else self.reprojection
-        nn.init.zeros_(last.weight)
-        nn.init.zeros_(last.bias)
+        for parameter in last.parameters():
+            nn.init.zeros_(parameter)
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values of the n positions, one matrix for each image and head.

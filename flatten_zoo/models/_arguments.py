@@ -10,7 +10,7 @@ PER_STAGE = ('embed_dims', 'num_heads', 'sr_ratios', 'mlp_ratios', 'split_sizes'
 
 
 def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, Integral) and value >= least
+    return isinstance(value, Integral) and int(value) >= least
 
 
 def check_arguments(
@@ -51,4 +51,4 @@ class CheckedClassifier:
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """timm's, but a number of classes that is none is a ValueError."""
         check_arguments(num_classes=num_classes)
-        super().reset_classifier(num_classes, global_pool)
+        super().reset_classifier(num_classes, global_pool)  # type: ignore[misc]  # of the network beside the mixin

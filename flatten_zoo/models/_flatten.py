@@ -12,7 +12,7 @@ from torch import nn
 from ..layers import FocusedLinearAttention
 from ._arguments import check_arguments
 from ._features import check_out_indices
-from ._released import build_released_model
+from ._released import Network, build_released_model
 
 __all__ = [
     'create_pyramid',
@@ -40,7 +40,7 @@ def resolve_attn_types(attn_types: str | Sequence[str], number: int, of: str = '
 
 
 def focused_twin(
-    attn: nn.Module, grid_size: tuple[int, int], dynamic_grid_size: bool, **kwargs
+    attn: nn.Module, grid_size: int | tuple[int, int], dynamic_grid_size: bool, **kwargs
 ) -> FocusedLinearAttention:
     """Focused linear attention that takes over the projections of softmax attention.
 
@@ -84,12 +84,12 @@ def flatten_cfg(**kwargs) -> dict:
 
 
 def create_pyramid(
-    model_cls: type[nn.Module],
+    model_cls: type[Network],
     variant: str,
     pretrained: bool,
-    filter_fn: Callable[[dict, nn.Module], dict[str, torch.Tensor]],
+    filter_fn: Callable[[dict, Network], dict[str, torch.Tensor]],
     **kwargs,
-) -> nn.Module:
+) -> Network:
     """Build a variant through timm, the maps of its `stages` being what `features_only=True` gives."""
     check_arguments(**kwargs)
     out_indices = kwargs.pop('out_indices', tuple(range(len(kwargs['depths']))))
@@ -153,7 +153,7 @@ def flatten_position_tensors(state_dict: dict[str, torch.Tensor]) -> dict[str, t
     }
 
 
-def _grid_of_row(key: str, length: int, grid_size: tuple[int, int]) -> tuple[int, int]:
+def _grid_of_row(key: str, length: int, grid_size: Sequence[int]) -> Sequence[int]:
     """The grid behind a row of positions: a square one, or the model's own."""
     side = math.isqrt(length)
     if side * side == length:

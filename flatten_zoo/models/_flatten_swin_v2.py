@@ -44,16 +44,21 @@ class FocusedCosineAttention(FocusedLinearAttention):
         heads = x.unflatten(-1, [self.num_heads, -1])
         return F.normalize(heads, dim=-1, eps=1e-6).flatten(-2)  # timm's 1e-12 is none in half precision
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def patch_maps(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, each (B, H, W, dim)."""
         q, k, v = self.qkv(x).chunk(3, dim=-1)
-        return self.proj_drop(self.proj(self.attend(self._directions(q), self._directions(k), v)))
+        return self._directions(q), self._directions(k), v
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.patch_maps(x)
+        return self.proj_drop(self.proj(self.attend(q, k, v)))
 
     def reparameterize(self) -> None:
         """Folds nothing: the scale is no part of a projection that a norm follows."""
 
 
 class FlattenSwinV2Block(nn.Module):
-    """A Swin V2 block whose attention is focused linear: over the whole (B, H, W, dim) map, no window, shift or mask."""
+    """A Swin V2 block whose attention is focused linear: over the whole (B, H, W, dim) map, no windows or mask."""
 
     def __init__(self, block: SwinTransformerV2Block, attn: FocusedCosineAttention):
         """

@@ -22,15 +22,14 @@ class PatchEmbed(timm.layers.PatchEmbed):
         - output: (B, H', W', embed_dim), or (B, H' · W', embed_dim) if no `output_fmt` is asked for
     """
 
-    strict_img_size: torch.jit.Final[bool]
+    __constants__ = ['strict_img_size']  # of TorchScript
 
     def __init__(self, *args, strict_img_size: bool = True, dynamic_img_pad: bool = False, **kwargs):
         if kwargs.get('output_fmt') not in (None, 'NHWC') or not kwargs.get('flatten', True):
             raise ValueError("output_fmt must be 'NHWC', or None with flatten=True for tokens")
         # timm leaves padding to a second flag; here free sizes always mean any size
-        super().__init__(
-            *args, strict_img_size=strict_img_size, dynamic_img_pad=dynamic_img_pad or not strict_img_size, **kwargs
-        )
+        kwargs |= {'strict_img_size': strict_img_size, 'dynamic_img_pad': dynamic_img_pad or not strict_img_size}
+        super().__init__(*args, **kwargs)
 
     def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
         """The grid of an image, as timm computes it but in whole numbers: exported programs cannot hold `math.ceil`."""

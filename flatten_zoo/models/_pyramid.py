@@ -1,6 +1,7 @@
 """What the zoo's own four-stage networks share: timm's contract around a sequence of stages."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from timm.layers import get_device_dtype, trunc_normal_
@@ -87,7 +88,7 @@ class PyramidTransformer(nn.Module):
         self.in_chans = in_chans
         self._set_global_pool(global_pool)
         self.num_features = self.head_hidden_size = dims[-1]
-        self.feature_info = [
+        self.feature_info: list[dict[str, Any]] = [
             dict(num_chs=dim, reduction=stride, module=f'stages.{i}')
             for i, (dim, stride) in enumerate(zip(dims, strides, strict=True))
         ]
@@ -133,6 +134,7 @@ class PyramidTransformer(nn.Module):
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
+        stage: Any
         for stage in self.stages:
             stage.grad_checkpointing = enable
 

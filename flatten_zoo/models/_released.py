@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from timm.models import PretrainedCfg, build_model_with_cfg, resolve_pretrained_cfg
 from torch import nn
@@ -11,6 +12,7 @@ from ..errors import UsageError
 
 __all__ = ['RELEASES', 'TAG', 'Release', 'build_released_model', 'hub_repository', 'official_url', 'use_hub']
 
+Network = TypeVar('Network', bound=nn.Module)
 TAG = 'leaplab_in1k'
 HUB_VARIABLE = 'FLATTEN_ZOO_HUB'
 SHARE = 'https://cloud.tsinghua.edu.cn/f/{}/?dl=1'
@@ -88,14 +90,14 @@ def _weights_source(cfg: PretrainedCfg, cache_dir: str | Path | None) -> dict:
 
 
 def build_released_model(
-    model_cls: type[nn.Module],
+    model_cls: type[Network],
     variant: str,
     pretrained: bool,
-    pretrained_cfg: str | dict | PretrainedCfg | None = None,
+    pretrained_cfg: Any = None,  # as in timm: a tag, a dictionary or a PretrainedCfg
     pretrained_cfg_overlay: dict | None = None,
     cache_dir: str | Path | None = None,
     **kwargs,
-) -> nn.Module:
+) -> Network:
     """timm's `build_model_with_cfg`, for families some of whose weights are official files."""
     if pretrained:
         cfg = resolve_pretrained_cfg(variant, pretrained_cfg, pretrained_cfg_overlay)

@@ -1,6 +1,6 @@
 """Linear attention in place of the softmax attention of timm's ViTs, over their (B, N, C) tokens."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from timm.layers import apply_rot_embed_cat, get_device_dtype
@@ -21,6 +21,7 @@ class Grid(NamedTuple):
     width: int
 
 
+@torch.fx.wrap  # timm's networks have masks as arguments, of which symbolic tracing does not know that they are None
 def check_unmasked(attn_mask: torch.Tensor | None, is_causal: bool) -> None:
     """Raises a ValueError if attention is to be masked."""
     if attn_mask is not None or is_causal:
@@ -63,7 +64,7 @@ def linear_part(linear: nn.Linear, part: int, parts: int = 3) -> tuple[torch.Ten
     return weight, bias, linear.weight.requires_grad
 
 
-def take_over(new: nn.Module, attn: nn.Module) -> None:
+def take_over(new: Any, attn: nn.Module) -> None:
     """Give a new attention what another one has around its projections."""
     for name in ('q_norm', 'k_norm', 'norm'):
         setattr(new, name, getattr(attn, name, nn.Identity()))
@@ -86,9 +87,8 @@ def find_grid(
     Raises:
         ValueError: Attention is to be masked, or the grid is missing.
     """
-    if not torch.jit.is_scripting():
-        if isinstance(attn_mask, Grid):
-            return attn_mask
+    if not torch.jit.is_scripting() and isinstance(attn_mask, Grid):
+        return attn_mask
     check_unmasked(attn_mask, is_causal)
     if dynamic_grid_size:
         raise ValueError(
@@ -143,6 +143,17 @@ class FocusedTokenAttention(FocusedLinearAttention):
         """What a BEiT calls when its grid changes."""
         self.set_grid_size(window_size)
 
+    def project(
+        self, x: torch.Tensor, rope: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values of all tokens, (B, N, num_heads · head_dim) each."""
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        q, k = self.q_norm(q.unflatten(-1, [self.num_heads, -1])), self.k_norm(k.unflatten(-1, [self.num_heads, -1]))
+        if rope is not None:
+            q = rotate_patches(q.transpose(1, 2), rope, self.num_prefix_tokens, self.rotate_half).transpose(1, 2)
+            k = rotate_patches(k.transpose(1, 2), rope, self.num_prefix_tokens, self.rotate_half).transpose(1, 2)
+        return q.flatten(2), k.flatten(2), v
+
     def forward(
         self,
         x: torch.Tensor,
@@ -161,15 +172,17 @@ class FocusedTokenAttention(FocusedLinearAttention):
             shared_rel_pos_bias: Of a BEiT, whose other blocks may want it: ignored.
         """
         height, width = find_grid(self.grid_size, self.dynamic_grid_size, attn_mask, is_causal)
-        q, k, v = self.qkv(x).chunk(3, dim=-1)
-        q, k = self.q_norm(q.unflatten(-1, [self.num_heads, -1])), self.k_norm(k.unflatten(-1, [self.num_heads, -1]))
-        if rope is not None:
-            q = rotate_patches(q.transpose(1, 2), rope, self.num_prefix_tokens, self.rotate_half).transpose(1, 2)
-            k = rotate_patches(k.transpose(1, 2), rope, self.num_prefix_tokens, self.rotate_half).transpose(1, 2)
-        out = self.norm(self.attend_tokens(q.flatten(2), k.flatten(2), v, height, width, self.num_prefix_tokens))
+        q, k, v = self.project(x, rope)
+        out = self.norm(self.attend_tokens(q, k, v, height, width, self.num_prefix_tokens))
         if self.gate is not None:
             out = out * self.gate(x).sigmoid()
         return self.proj_drop(self.proj(out))
+
+    @torch.jit.ignore
+    def patch_maps(self, x: torch.Tensor, rope: Any = None, attn_mask: Any = None, *_: Any) -> list[torch.Tensor]:
+        """Queries, keys and values of the patches, each (B, H, W, channels), in a call with these arguments."""
+        grid_size = find_grid(self.grid_size, self.dynamic_grid_size, attn_mask, False)
+        return [y[:, self.num_prefix_tokens :].unflatten(1, grid_size) for y in self.project(x, rope)]
 
     def reparameterize(self) -> None:
         """Folds what can be: the scale is no part of a projection that something else follows."""
@@ -204,7 +217,7 @@ class EfficientTokenAttention(EfficientAttention):
         for conv, (weight, bias, trainable) in convs.items():
             with torch.no_grad():
                 conv.weight.copy_(weight.unsqueeze(-1))
-                conv.bias.copy_(bias)
+                conv.bias.copy_(bias)  # type: ignore[union-attr]  # all have one
             conv.requires_grad_(trainable)
         self.num_prefix_tokens = num_prefix_tokens
         take_over(self, attn)

@@ -20,6 +20,8 @@ from ._token_attention import Grid, check_unmasked
 
 __all__ = ['tell_grids']
 
+torch.fx.wrap('check_unmasked')
+
 
 def on_grid(block: nn.Module, grid: Grid) -> Callable[..., torch.Tensor]:
     """A block with a grid bound to its attention, if that is linear."""
@@ -57,12 +59,12 @@ class Pass:
         return self.network._pos_embed(x)
 
 
-class GridNetwork:
+class GridNetwork(nn.Module):
     """Mixin of networks whose attentions hold their grid."""
 
     @torch.jit.ignore
     def set_input_size(self, img_size: Any = None, patch_size: Any = None) -> None:
-        super().set_input_size(img_size=img_size, patch_size=patch_size)
+        super().set_input_size(img_size=img_size, patch_size=patch_size)  # type: ignore[misc]  # of the network beside the mixin
         for module in self.modules():
             if isinstance(module, FocusedLinearCore):
                 module.set_grid_size(self.patch_embed.grid_size)
@@ -71,7 +73,7 @@ class GridNetwork:
 class AnyGridNetwork(GridNetwork):
     """Mixin of networks for any grid; `timm_class` is the network without it."""
 
-    timm_class: type[nn.Module]
+    timm_class: Any
 
     def forward_features(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self.timm_class.forward_features(Pass(self), x, *args, **kwargs)

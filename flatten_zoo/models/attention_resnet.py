@@ -63,7 +63,7 @@ class AttentionResNet(CheckedClassifier, ResNet):
         **kwargs,
     ):
         check_arguments(**kwargs)
-        super().__init__(block, layers, zero_init_last=zero_init_last, device=device, dtype=dtype, **kwargs)
+        super().__init__(block, layers, zero_init_last=zero_init_last, device=device, dtype=dtype, **kwargs)  # type: ignore[arg-type]  # timm means the classes
         # attention comes after the plain network is complete: with the same seed its weights are the plain ResNet's
         stage_channels = {info['module']: info['num_chs'] for info in self.feature_info[1:]}
         for stage in (attn_stages,) if isinstance(attn_stages, str) else attn_stages:
@@ -139,7 +139,7 @@ def _default_cfgs() -> dict[str, Any]:
     """timm's own default configuration of each plain ResNet, under a tag that says what is untrained."""
     cfgs = {}
     for architecture in _ARCHITECTURES:
-        plain = get_pretrained_cfg(architecture)
+        plain: Any = get_pretrained_cfg(architecture)
         for kind in OPERATORS:
             cfgs[f'{kind}_{architecture}.{plain.tag}_untrained_attn'] = replace(
                 plain, description=f'ImageNet weights of {architecture}.{plain.tag}; the attention is untrained'

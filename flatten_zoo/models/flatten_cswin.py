@@ -11,6 +11,7 @@ Papers:
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -120,7 +121,7 @@ class FocusedLinearBranch(FocusedLinearCore):
     def __init__(self, num_heads: int, head_dim: int, grid_size: tuple[int, int], device=None, dtype=None, **kwargs):
         dd = {'device': device, 'dtype': dtype}
         super().__init__(num_heads, head_dim, grid_size, dynamic_grid_size=True, **kwargs, **dd)
-        self.get_v = LocallyEnhancedPositionalEncoding(num_heads * head_dim, **dd)
+        self.get_v: nn.Module | None = LocallyEnhancedPositionalEncoding(num_heads * head_dim, **dd)
 
     def forward(self, qkv: torch.Tensor) -> torch.Tensor:
         q, k, v = qkv.unbind(-2)
@@ -347,7 +348,7 @@ class FlattenCSwin(PyramidTransformer):
         if min(split_sizes) <= 0:
             raise ValueError(f'split_sizes must be positive, got {split_sizes}')
         dims = [embed_dim * 2**i for i in range(num_stages)]
-        drop_path_rates = calculate_drop_path_rates(drop_path_rate, depths, stagewise=True)
+        drop_path_rates: Any = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         strides = stage_strides(num_stages, output_stride)
         stages = []
         dim = in_chans

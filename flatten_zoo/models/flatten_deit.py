@@ -8,6 +8,7 @@ Papers:
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from timm.layers import global_pool_nlc, resample_abs_pos_embed
@@ -33,7 +34,7 @@ class FlattenViTBlock(nn.Module):
 
     def __init__(
         self,
-        block: Block,
+        block: nn.Module,
         attn_type: str,
         grid_size: tuple[int, int],
         dynamic_grid_size: bool = False,
@@ -42,7 +43,7 @@ class FlattenViTBlock(nn.Module):
     ):
         """
         Args:
-            block: The block to take over: its norms, MLP and projections become part of this one.
+            block: timm's Block to take over: its norms, MLP and projections become part of this one.
             attn_type: 'linear' for focused linear attention, 'softmax' for the block's own.
             grid_size: Native grid of the tokens.
             dynamic_grid_size: Accept any grid.
@@ -94,7 +95,7 @@ class FlattenViT(CheckedClassifier, VisionTransformer):
         attn_types: str | Sequence[str] = 'linear',
         focusing_factor: float = 3,
         kernel_size: int = 5,
-        global_pool: str = 'avg',
+        global_pool: Literal['', 'avg', 'avgmax', 'max', 'map', 'prr'] = 'avg',
         class_token: bool = False,
         embed_layer: type[nn.Module] = PatchEmbed,
         **kwargs,
@@ -134,7 +135,7 @@ class FlattenViT(CheckedClassifier, VisionTransformer):
             x = x + resample_positions(self.pos_embed, grid_size, x.shape[1], x.shape[2])
         return self.pos_drop(x)
 
-    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """(B, H, W, C) map after the final norm. timm's attention masks make no sense here: no matrix to mask."""
         x = self.norm_pre(self._pos_embed(self.patch_embed(x)))
         if self.grad_checkpointing and not torch.jit.is_scripting():
@@ -152,13 +153,13 @@ class FlattenViT(CheckedClassifier, VisionTransformer):
             return x
         return global_pool_nlc(x.flatten(1, 2), pool_type=pool_type, num_prefix_tokens=0)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return self.forward_head(self.forward_features(x))
 
     @torch.jit.ignore
     def forward_intermediates(self, x: torch.Tensor, *args, output_fmt: str = 'NCHW', **kwargs):
         """timm's, whose 'NLC' means tokens."""
-        out = super().forward_intermediates(x, *args, output_fmt=output_fmt, **kwargs)
+        out = super().forward_intermediates(x, *args, output_fmt=output_fmt, **kwargs)  # type: ignore[misc]  # not in args
         if output_fmt == 'NLC':
             maps = out if isinstance(out, list) else out['image_intermediates'] if isinstance(out, dict) else out[1]
             maps[:] = [y.flatten(1, 2) for y in maps]
@@ -207,14 +208,12 @@ def check_grid(model: VisionTransformer) -> None:
         )
     if not isinstance(model.patch_drop, nn.Identity):
         raise ValueError('focused linear attention needs all tokens of the grid; build the ViT with patch_drop_rate=0')
-    if isinstance(model.blocks[0], FlattenViTBlock):
-        raise ValueError('this ViT is converted already; name all blocks that should be linear at once')
     for block in model.blocks:
         if type(block) is not Block:
             raise ValueError(f"cannot convert a {type(block).__name__}: only timm's plain pre-norm ViT Block")
 
 
-def checkpoint_filter_fn(checkpoint: dict, model: nn.Module) -> dict[str, torch.Tensor]:
+def checkpoint_filter_fn(checkpoint: dict, model: VisionTransformer) -> dict[str, torch.Tensor]:
     """timm's or the zoo's own checkpoint of a ViT without prefix tokens, to a state dict that fits the model."""
     state_dict = dict(unwrap_state_dict(checkpoint))
     grids = [value.shape[1:3] for key, value in state_dict.items() if key.endswith('.positional_encoding')]

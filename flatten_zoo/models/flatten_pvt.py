@@ -9,6 +9,7 @@ Papers:
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from timm.layers import DropPath, LayerNorm, Mlp, calculate_drop_path_rates, to_2tuple, to_ntuple
@@ -70,7 +71,7 @@ class FlattenPVTBlock(nn.Module):
         self.linear = attn_type == 'linear'
         self.norm1 = norm_layer(dim, **dd)
         if self.linear:
-            self.attn = FocusedLinearAttention(
+            self.attn: nn.Module = FocusedLinearAttention(
                 dim,
                 num_heads=num_heads,
                 grid_size=grid_size,
@@ -184,7 +185,7 @@ class FlattenPVT(PyramidTransformer):
         num_heads = to_ntuple(num_stages)(num_heads)
         sr_ratios = to_ntuple(num_stages)(sr_ratios)
         mlp_ratios = to_ntuple(num_stages)(mlp_ratios)
-        drop_path_rates = calculate_drop_path_rates(drop_path_rate, depths, stagewise=True)
+        drop_path_rates: Any = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         strides = stage_strides(num_stages, output_stride)
         stages = []
         dim = in_chans

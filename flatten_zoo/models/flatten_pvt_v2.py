@@ -61,7 +61,7 @@ class FlattenPVTv2Attention(FocusedLinearAttention):
         self.proj = attn.proj
         self.proj_drop = attn.proj_drop
 
-    def forward(self, x: torch.Tensor, feat_size: list[int]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, feat_size: list[int]) -> torch.Tensor:  # type: ignore[override]
         B, N, C = x.shape
         q, k, v = self.qkv(x).reshape(B, feat_size[0], feat_size[1], -1).chunk(3, dim=-1)
         x = self.attend(q, k, v).reshape(B, N, -1)

@@ -9,6 +9,7 @@ Papers:
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -161,7 +162,7 @@ def dilate_stages(model: SwinTransformer, output_stride: int) -> None:
     patch_size = model.feature_info[0]['reduction']
     strides = stage_strides(len(model.layers), output_stride, patch_size)
     for i, dilation in dilations(strides).items():
-        stage = model.layers[i]
+        stage: Any = model.layers[i]
         stage.downsample = FlattenPatchMerging(stage.downsample, dilation)
         scale = strides[i] // patch_size
         stage.input_resolution = stage.output_resolution = tuple(-(-n // scale) for n in model.patch_embed.grid_size)

@@ -8,12 +8,11 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import timm
 import torch
 from timm.models import (
-    PretrainedCfg,
     build_model_with_cfg,
     get_model_args,
     model_entrypoint,
@@ -24,10 +23,10 @@ from timm.models import (
 )
 from torch import nn
 
-from ..errors import UsageError
+from ..errors import UsageError, shown
 from ._features import check_feature_cls
 from ._flatten import fit_position_tensors, unwrap_state_dict
-from .replace_attention import ATTENTIONS, LINEARIZED, replace_attention
+from .replace_attention import LINEAR_ATTENTIONS, LINEARIZED, replace_attention
 
 __all__ = [
     'ARGUMENTS',
@@ -40,6 +39,7 @@ __all__ = [
     'with_attention',
 ]
 
+Name = TypeVar('Name', bound=str | None)
 DEFAULT_BASE = 'pvt_v2_b0'  # the smallest that can be converted
 ARGUMENTS = {'base', 'attention', 'where', 'attention_kwargs'}  # of `linearized` besides those of the base
 
@@ -64,12 +64,12 @@ class Linearized(str):
         return name
 
 
-def with_attention(name: str | None, attention: object, where: object, source: str = '') -> str | None:
+def with_attention(name: Name, attention: object, where: object, source: str = '') -> Name | Linearized:
     """The model that `--model`, `--attention` and `--attention-where` name, or a file that has recorded them.
 
     Args:
         name: Model name of timm, or an address; None where a checkpoint says it.
-        attention: One of `ATTENTIONS`; None for the model as it is.
+        attention: One of `LINEAR_ATTENTIONS`; None for the model as it is.
         where: Indices and ranges of them, as in '0-3,8'; None for all.
         source: What to call the file in errors.
 
@@ -80,15 +80,15 @@ def with_attention(name: str | None, attention: object, where: object, source: s
     if attention is None and where is None:
         return name
     if attention is None:
-        raise UsageError(f'{prefix}--attention-where {where} needs --attention')
-    if attention not in ATTENTIONS:
-        raise UsageError(f'{prefix}--attention {attention}: must be one of {", ".join(ATTENTIONS)}')
+        raise UsageError(f'{prefix}--attention-where {shown(where)} needs --attention')
+    if not isinstance(attention, str) or attention not in LINEAR_ATTENTIONS:
+        raise UsageError(f'{prefix}--attention {shown(attention)}: must be one of {", ".join(LINEAR_ATTENTIONS)}')
     if name is None:
         raise UsageError(f'--attention {attention} needs --model; a checkpoint of train.py says it by itself')
     if where is None:
         return Linearized(name, attention)
     if not isinstance(where, str) or not re.fullmatch(r'\d{1,3}(-\d{1,3})?(,\d{1,3}(-\d{1,3})?)*', where):
-        raise UsageError(f'{prefix}--attention-where {where}: must be indices and ranges, such as 0-5 or 0-3,8')
+        raise UsageError(f'{prefix}--attention-where {shown(where)}: must be indices and ranges, such as 0-5 or 0-3,8')
     ends = [[int(end) for end in part.split('-')] for part in where.split(',')]
     return Linearized(name, attention, sorted({i for part in ends for i in range(part[0], part[-1] + 1)}))
 
@@ -126,7 +126,8 @@ def resolve_arguments(name: str, options: dict[str, Any] | None = None, **kwargs
         options, **kwargs: As in timm.
     """
     if isinstance(name, Linearized):
-        name, kwargs = LINEARIZED, {**kwargs, **name.arguments}
+        kwargs |= name.arguments
+        name = LINEARIZED
     if split_model_name_tag(name)[0] != LINEARIZED:
         return resolve_model_input_args(name, options, **kwargs)
     arguments = resolve_model_input_args(kwargs.pop('base', DEFAULT_BASE), options, **kwargs)
@@ -147,7 +148,7 @@ def linearized(
     attention: str = 'focused_linear',
     where: Sequence[int] | None = None,
     attention_kwargs: dict[str, Any] | None = None,
-    pretrained_cfg: str | dict | PretrainedCfg | None = None,
+    pretrained_cfg: Any = None,  # as in timm: a tag, a dictionary or a PretrainedCfg
     pretrained_cfg_overlay: dict | None = None,
     cache_dir: str | None = None,
     **kwargs: Any,
@@ -167,10 +168,11 @@ def linearized(
         ValueError: There is no such base, or it cannot be converted; the message says why.
     """
     architecture, tag = split_model_name_tag(base)
-    if not timm.is_model(architecture) or architecture == LINEARIZED:
+    if architecture not in timm.list_models(exclude_filters=LINEARIZED):  # not what timm has renamed either
         raise ValueError(f"base must be the name of a model of timm that is not converted yet, got '{base}'")
-    cfg = resolve_pretrained_cfg(architecture, pretrained_cfg or tag, pretrained_cfg_overlay)
-    converted = isinstance(pretrained_cfg, dict | PretrainedCfg) and _architecture(pretrained_cfg) != architecture
+    cfg: Any = resolve_pretrained_cfg(architecture, pretrained_cfg or tag, pretrained_cfg_overlay)
+    about = pretrained_cfg if isinstance(pretrained_cfg, dict) else getattr(pretrained_cfg, '__dict__', None)
+    converted = about is not None and about.get('architecture') != architecture
     base_cfg, cfg = (replace(cfg, architecture=name) for name in (architecture, LINEARIZED))
     create_base = model_entrypoint(architecture)
     check_feature_cls(kwargs.pop('feature_cls', 'getter'))
@@ -192,7 +194,3 @@ def linearized(
         cache_dir=cache_dir,
         **kwargs,
     )
-
-
-def _architecture(cfg: dict | PretrainedCfg) -> str | None:
-    return cfg.get('architecture') if isinstance(cfg, dict) else cfg.architecture

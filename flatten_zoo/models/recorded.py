@@ -7,11 +7,10 @@ for its callers, is not for a file to say.
 
 import functools
 import inspect
-import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import timm
 import torch
@@ -20,7 +19,7 @@ from timm.models import build_model_with_cfg, load_model_config_from_hf, parse_m
 from torch import nn
 
 from .._timm import load_model_config_from_path
-from ..errors import UsageError, first_line
+from ..errors import UsageError, first_line, shown
 from .linearized import ARGUMENTS, DEFAULT_BASE, Linearized
 from .replace_attention import LINEARIZED
 
@@ -33,7 +32,6 @@ __all__ = [
     'check_settings',
     'check_size',
     'meta_model',
-    'shown',
 ]
 
 FACTORY = {  # arguments of timm's factory, or of where a network lives
@@ -58,17 +56,6 @@ LARGEST_CONFIG = 2**25  # bytes, or names and characters in it
 CROP_MODES = ('center', 'squash', 'border')
 WEIGHTS = ('.safetensors', '.pth', '.tar', '.bin')
 
-_repr = reprlib.Repr()
-_repr.maxstring = _repr.maxother = 80
-
-
-def shown(value: object) -> str:
-    """A value as Python writes it, shortened."""
-    try:
-        return _repr.repr(value)
-    except ValueError:  # whole numbers of thousands of digits
-        return f'a {type(value).__name__}'
-
 
 def check_model(name: object, source: str) -> None:
     """Refuse a recorded model that is no registered one, such as an address.
@@ -81,7 +68,7 @@ def check_model(name: object, source: str) -> None:
         raise UsageError(f'{source} records the model {shown(name)}, which is no registered one; name it with --model')
 
 
-def check_arguments(model_name: str, arguments: object, source: str) -> None:
+def check_arguments(model_name: str, arguments: Any, source: str) -> None:
     """Refuse what is no argument of a network's constructor, or no plain value within bounds.
 
     Args:
@@ -91,7 +78,8 @@ def check_arguments(model_name: str, arguments: object, source: str) -> None:
     """
     check_plain(arguments, source)
     if isinstance(model_name, Linearized):
-        model_name, arguments = LINEARIZED, arguments | model_name.arguments
+        arguments = arguments | model_name.arguments
+        model_name = LINEARIZED
     architecture, known = split_model_name_tag(model_name)[0], set()
     if architecture == LINEARIZED:
         base, known = arguments.get('base', DEFAULT_BASE), ARGUMENTS
@@ -103,7 +91,7 @@ def check_arguments(model_name: str, arguments: object, source: str) -> None:
             raise UsageError(f"{source} records {shown(key)}, which is no argument of the network '{model_name}'")
 
 
-def check_plain(arguments: object, source: str) -> None:
+def check_plain(arguments: Any, source: str) -> None:
     """Refuse arguments that no network's constructor takes: timm's own, and values that are not plain or too large."""
     if not isinstance(arguments, dict):
         raise UsageError(f'{source} is {shown(arguments)}, expected names with values')
@@ -123,7 +111,7 @@ def _constructor_arguments(architecture: str) -> set[str]:
     for cls in type(meta_model(model_name=architecture)).__mro__:
         if '__init__' not in vars(cls):
             continue
-        parameters = inspect.signature(cls.__init__).parameters.values()
+        parameters = inspect.signature(vars(cls)['__init__']).parameters.values()
         names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         if not any(p.kind == p.VAR_KEYWORD for p in parameters):
             break
@@ -138,7 +126,7 @@ def _is_plain(value: object, levels: int = 2) -> bool:
     return value is None or isinstance(value, bool) or _is_number(value)
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     largest = LARGEST if isinstance(value, int) else LARGEST_REAL
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= largest  # NaN is not
 

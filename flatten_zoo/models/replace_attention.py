@@ -21,18 +21,18 @@ from ._token_attention import EfficientTokenAttention, FocusedTokenAttention, Li
 from ._token_grids import NETWORKS, GridNetwork, tell_grids
 from .flatten_deit import FlattenViT
 
-__all__ = ['ATTENTIONS', 'LINEARIZED', 'replace_attention']
+__all__ = ['LINEAR_ATTENTIONS', 'LINEARIZED', 'replace_attention']
 
-ATTENTIONS = ('focused_linear', 'efficient')
+LINEAR_ATTENTIONS = ('focused_linear', 'efficient')
 LINEARIZED = 'linearized'  # timm's name for networks with other attention, see linearized.py
 
 _logger = logging.getLogger(__name__)
 
-REPLACEABLE = (Attention, AttentionRope, eva.EvaAttention, beit.Attention)  # of blocks of (B, N, C) tokens
+SOFTMAX_ATTENTIONS = (Attention, AttentionRope, eva.EvaAttention, beit.Attention)  # of blocks of (B, N, C) tokens
 
 REFUSED = {  # timm's class: what people call it, and why it cannot be converted
     'Xcit': ('XCiT', 'its attention is between channels, and linear in the number of tokens already'),
-    'MaxxVit': ('MaxViT', 'it attends in windows and in sparse grids in turn, which over the whole map are the same'),
+    'MaxxVit': ('MaxViT', 'between its convolutions it attends in windows and sparse grids, in layouts of its own'),
     'Cait': ('CaiT', 'its talking heads mix the attention matrices of the heads, and linear attention has none'),
     'Levit': ('LeViT', 'a bias in the attention matrix is all that it knows of positions'),
     'ConVit': ('ConViT', 'it mixes the attention matrix with one of positions, and linear attention has none'),
@@ -40,11 +40,12 @@ REFUSED = {  # timm's class: what people call it, and why it cannot be converted
     'CoaT': ('CoaT', 'its attention is linear in the number of tokens already'),
     'EfficientVit': ('EfficientViT', 'its attention is linear in the number of tokens already'),
     'NaFlexVit': ('NaFlexViT', 'every image of a batch has a grid of its own, and masked padding'),
-    'VisionTransformerSAM': (
-        "SAM's ViT",
-        'queries meet relative positions in the attention matrix, which is not formed',
-    ),
+    'VisionTransformerSAM': ("SAM's ViT", 'its queries meet relative positions in the attention matrix'),
 }
+
+
+def log_dropped(what: str) -> None:
+    _logger.warning('Linear attention has no place for %s: dropped.', what)
 
 
 def attention_owners(block: nn.Module) -> list[nn.Module]:
@@ -56,11 +57,11 @@ def attention_owners(block: nn.Module) -> list[nn.Module]:
     owners = list(block.attns) if isinstance(block, ParallelThingsBlock) else [block]
     for owner in owners:
         if not hasattr(owner, 'attn'):
-            raise ValueError(f'cannot replace the attention of a {type(owner).__name__}, which has no attn')
-        if type(owner.attn) not in REPLACEABLE:
+            raise ValueError(f'cannot replace the attention of a {type(owner).__name__}, which is no module of its own')
+        if type(owner.attn) not in SOFTMAX_ATTENTIONS:
             raise ValueError(
                 f'cannot replace a {type(owner.attn).__name__}: only softmax attention between tokens, of the types '
-                f'{", ".join(dict.fromkeys(kind.__name__ for kind in REPLACEABLE))}'
+                f'{", ".join(dict.fromkeys(kind.__name__ for kind in SOFTMAX_ATTENTIONS))}'
             )
     return owners
 
@@ -78,11 +79,11 @@ def replace_in_blocks(model: nn.Module, where: Sequence[int], make: Callable[[nn
     if isinstance(model, Beit) and any(
         bias is not None for bias in (model.rel_pos_bias, *(o.attn.relative_position_bias_table for o in owners))
     ):
-        _logger.warning('the relative position bias has no place in linear attention: dropped')
+        log_dropped('relative position bias')
     for owner, attn in zip(owners, made, strict=True):
         owner.attn = attn
     if isinstance(model, Beit) and not any(isinstance(block.attn, beit.Attention) for block in model.blocks):
-        model.rel_pos_bias = None
+        model.rel_pos_bias = None  # type: ignore[assignment]  # as in a BEiT that has none
 
 
 def replace_by_efficient_attention(model: nn.Module, where: Sequence[int]) -> None:
@@ -96,13 +97,9 @@ def replace_by_focused_linear_attention(model: nn.Module, where: Sequence[int], 
         raise ValueError('focused linear attention needs all tokens of the grid; build the ViT with patch_drop_rate=0')
     if type(model) not in NETWORKS and not isinstance(model, GridNetwork | Beit):
         raise ValueError(f"cannot convert a {type(model).__name__}: only timm's own ViTs tell attention their grid")
-    options = {
-        'grid_size': model.patch_embed.grid_size,
-        'dynamic_grid_size': getattr(model, 'dynamic_img_size', False),
-        **kwargs,
-    }
+    dynamic, rotary = getattr(model, 'dynamic_img_size', False), getattr(model, 'rope', None) is not None
+    options = dict(grid_size=model.patch_embed.grid_size, dynamic_grid_size=dynamic, **kwargs)
     prefix = {'num_prefix_tokens': model.num_prefix_tokens}
-    rotary = getattr(model, 'rope', None) is not None
     cores = {
         i: FocusedLinearCore(block.num_heads, block.head_dim, **options, **get_device_dtype(block))
         for i, block in enumerate(model.blocks)
@@ -132,7 +129,7 @@ def replace_attention(
     works as before: blocks keep their (B, N, C) tokens. Class, register and distillation tokens attend and are attended
     to like the others; positional encoding and depthwise convolution are of the patches alone.
 
-    Converted are `VisionTransformer` (ViT, DeiT, DeiT III, DINO, DINOv2, CLIP, SigLIP, …), `VisionTransformerDistilled`,
+    Converted are `VisionTransformer` (ViT, DeiT with or without distillation, DeiT III, DINO, DINOv2, CLIP, SigLIP, …),
     `Eva` (EVA, EVA-02, DINOv3, Perception Encoder, …), `Beit`, and for 'focused_linear' also `SwinTransformer`,
     `SwinTransformerV2` and `PyramidVisionTransformerV2`. What depends on an attention matrix has no place in linear
     attention, and is dropped: its dropout, the relative position bias of Swin and BEiT, and the temperature of Swin V2,
@@ -156,10 +153,10 @@ def replace_attention(
     Raises:
         ValueError: The model cannot be converted, and is as it was; the message says why.
     """
-    if attention not in ATTENTIONS:
+    if attention not in LINEAR_ATTENTIONS:
         raise ValueError(f"attention must be 'focused_linear' or 'efficient', got '{attention}'")
     if getattr(model, 'pretrained_cfg', {}).get('architecture') == LINEARIZED:
-        raise ValueError('this network is converted already; name all that should be converted at once')
+        raise ValueError('cannot convert a network that is converted already; name all its parts at once')
     before = set(model.modules())
     if isinstance(getattr(model, 'feature_info', None), FeatureInfo):
         raise ValueError(
@@ -174,7 +171,7 @@ def replace_attention(
     if attention == 'efficient':
         if not is_vit:
             raise ValueError(
-                f"attention='efficient' is for VisionTransformer, Eva and Beit, got a {type(model).__name__}"
+                f"attention='efficient' is for a VisionTransformer, Eva or Beit, got a {type(model).__name__}"
             )
         if img_size or kwargs:
             further = ', '.join([*['img_size'][: bool(img_size)], *kwargs])
@@ -188,9 +185,10 @@ def replace_attention(
         replace_by_focused_linear_attention(model, _chosen(where, len(model.blocks)), **kwargs)
     elif isinstance(model, SwinTransformer):
         flatten_swin.flatten_stages(model, _attn_types(where, len(model.layers)), **kwargs)
+        log_dropped('relative position bias')
     elif isinstance(model, SwinTransformerV2):
         _flatten_swin_v2.flatten_stages(model, _attn_types(where, len(model.layers)), **kwargs)
-        _logger.warning('temperature and relative position bias have no place in linear attention: dropped')
+        log_dropped('relative position bias and temperature')
     elif isinstance(model, PyramidVisionTransformerV2):
         img_size = img_size or getattr(model, 'pretrained_cfg', {}).get('input_size', (3, 224, 224))[1:]
         flatten_pvt_v2.flatten_stages(model, _attn_types(where, len(model.stages)), img_size, **kwargs)
@@ -201,7 +199,7 @@ def replace_attention(
         )
     for module in set(model.modules()) - before:  # the others keep their mode, such as frozen parts in eval mode
         module.training = model.training
-    if hasattr(model, 'pretrained_cfg'):  # it was made by its name
+    if getattr(model, 'pretrained_cfg', {}).get('architecture'):  # it was made by its name
         kwargs = {**({'img_size': img_size} if img_size else {}), **kwargs}
         _record(
             model,
@@ -210,13 +208,6 @@ def replace_attention(
             attention_kwargs=kwargs,
         )
     return model
-
-
-def _record(model: nn.Module, **arguments: Any) -> None:
-    """Have timm know the network as a 'linearized' one with these arguments; None and {} are left out."""
-    base = model.pretrained_cfg['architecture']
-    update_model_args(model, base=base, **{key: value for key, value in arguments.items() if value not in (None, {})})
-    model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, 'architecture': LINEARIZED}
 
 
 def _chosen(where: Sequence[int] | None, number: int) -> list[int]:
@@ -229,3 +220,10 @@ def _chosen(where: Sequence[int] | None, number: int) -> list[int]:
 def _attn_types(where: Sequence[int] | None, number: int) -> list[str]:
     where = _chosen(where, number)
     return ['linear' if i in where else 'softmax' for i in range(number)]
+
+
+def _record(model: Any, **arguments: Any) -> None:
+    """Have timm know the network as a 'linearized' one with these arguments; None and {} are left out."""
+    base = model.pretrained_cfg['architecture']
+    update_model_args(model, base=base, **{key: value for key, value in arguments.items() if value not in (None, {})})
+    model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, 'architecture': LINEARIZED}

@@ -5,12 +5,11 @@ import itertools
 
 import torch
 from timm.data import create_transform
-from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from ..errors import UsageError, printable
 from ..tables import as_text
-from ..training.data.datasets import open_dataset
+from ..training.data.datasets import Images, open_dataset
 from ..training.loop.model import resolve_device
 from ..training.options.definitions import validate_parser
 from ..training.processes import exit_status, interrupts_between_batches, until_interrupted
@@ -94,7 +93,7 @@ def _check(args: argparse.Namespace) -> str:
     return args.results_format or 'table'
 
 
-def _dataset(args: argparse.Namespace, network: Network) -> Dataset:
+def _dataset(args: argparse.Namespace, network: Network) -> Images:
     options = validate_parser().parse_args([])
     for name in ('dataset', 'data_dir', 'dataset_download', 'input_key', 'target_key'):
         setattr(options, name, getattr(args, name))
@@ -103,7 +102,7 @@ def _dataset(args: argparse.Namespace, network: Network) -> Dataset:
     )
 
 
-def _run_over(dataset: Dataset, network: Network, args: argparse.Namespace) -> tuple[list[Record], list[str]]:
+def _run_over(dataset: Files | Images, network: Network, args: argparse.Namespace) -> tuple[list[Record], list[str]]:
     """What there is to say of each picture, and why there is nothing of some."""
     records, failures = [], []
     loader = batches(dataset, create_transform(**network.config), args.batch_size, args.workers)

@@ -89,7 +89,7 @@ def open_network(
         return _exported(Path(name), img_size, features)
     if not name and not checkpoint:
         raise UsageError('name a model with --model, or a checkpoint of train.py with --checkpoint')
-    pretrained = pretrained or not checkpoint and ':' in name
+    pretrained = pretrained or not checkpoint and ':' in (name or '')
     if not pretrained and not checkpoint:
         raise UsageError(f"--model '{name}' alone has random weights: add --pretrained, or --checkpoint FILE")
     if checkpoint and checkpoint.is_dir():

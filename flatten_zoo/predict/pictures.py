@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -10,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..errors import UsageError, first_line
 from ..images import IMAGE_ERRORS, open_image
-from ..training.data.datasets import Split
+from ..training.data.datasets import CheckedImages, Images, Split
 
 __all__ = ['Batch', 'Files', 'batches', 'find_pictures']
 
@@ -65,7 +66,7 @@ class Files(Dataset):
     def __init__(self, paths: Sequence[Path], mode: str):
         self.paths = paths
         self.mode = mode
-        self.transform = None
+        self.transform: Any = None
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -86,7 +87,7 @@ class Files(Dataset):
 class _Attempts(Dataset):
     """Name and image for each picture of a data set, or in place of the image why it cannot be read."""
 
-    def __init__(self, dataset: Dataset):
+    def __init__(self, dataset: Files | CheckedImages):
         self.dataset = dataset
 
     def __len__(self) -> int:
@@ -110,7 +111,7 @@ class _Numbered(IterableDataset):
         return ((str(number), image) for number, (image, _) in enumerate(self.stream))
 
 
-def batches(dataset: Dataset, transform: Transform, batch_size: int, workers: int) -> DataLoader:
+def batches(dataset: Files | Images, transform: Transform, batch_size: int, workers: int) -> DataLoader:
     """The pictures of a data set as `Batch`es, in their order.
 
     Args:

@@ -54,7 +54,8 @@ def write_shapes(folder: str | Path, num_images: int, image_size: int | tuple[in
         if _info(folder) != info:
             raise UsageError(f"'{folder}' exists but does not hold these shapes: remove it or give another folder")
         return False
-    images, annotations = [], []
+    images = []
+    annotations: list[dict[str, Any]] = []
     with write_beside(folder) as temporary:
         (temporary / 'images').mkdir(parents=True)
         for image_id in range(num_images):
@@ -106,7 +107,8 @@ def _draw(rng: np.random.Generator, height: int, width: int) -> tuple[np.ndarray
     """
     background = rng.uniform(0.2, 0.8, size=3)
     pixels = background + _mottle(rng, height, width)
-    objects, areas = [], []
+    objects: list[tuple[int, np.ndarray]] = []
+    areas: list[int] = []
     for _ in range(rng.integers(1, _MAX_SHAPES + 1)):
         category = int(rng.integers(len(SHAPES)))
         shape = _shape_mask(rng, list(SHAPES.values())[category], height, width)

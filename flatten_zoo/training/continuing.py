@@ -255,7 +255,7 @@ class Checkpoints(CheckpointSaver):
         )
         self.training = training
         self.label_names = label_names
-        self.entries = {}
+        self.entries: dict[str, Any] = {}
 
     def save_checkpoint(self, epoch: int, metric: float | None = None) -> tuple[float | None, int | None]:
         """Save the state after an epoch, as timm does; recovery checkpoints of earlier moments go.

@@ -161,7 +161,7 @@ def highest(value: int) -> int:
         return value
     values = torch.tensor(value)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return values.item()
+    return int(values)
 
 
 def total(*values: float) -> list[float]:
@@ -173,12 +173,11 @@ def total(*values: float) -> list[float]:
     return sums.tolist()
 
 
-def from_first(value: T) -> T:
+def from_first(value: T | None) -> T:
     """The first process's value."""
-    if world_size() == 1:
-        return value
-    values = [value]
-    dist.broadcast_object_list(values)
+    values: list[Any] = [value]
+    if world_size() > 1:
+        dist.broadcast_object_list(values)
     return values[0]
 
 
@@ -241,7 +240,7 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM, by which clusters announce that they take the machine away."""
 
 
-_KINDS = (None, KeyboardInterrupt, Terminated)
+_KINDS: tuple[Any, ...] = (None, KeyboardInterrupt, Terminated)
 _pending = 0  # index of what is waiting in this process
 _parent = os.getppid()
 

@@ -6,7 +6,7 @@ import logging
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ class Progress:
 
     REFRESH = 0.5  # seconds between two figures on a bar
 
-    def __init__(self, batches: Iterable, label: str, interval: int, in_step: bool = True):
+    def __init__(self, batches: Any, label: str, interval: int, in_step: bool = True):
         self.batches = batches
         self.label = label
         self.interval = interval

@@ -6,7 +6,7 @@ import errno
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from timm.task.evaluator import evaluation_sample_limit
 from timm.utils import random_seed, update_summary
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 from tqdm import tqdm
 
 from flatten_zoo.errors import UsageError
@@ -35,7 +35,7 @@ from .continuing import (
     read_saved,
     remove_unfinished,
 )
-from .data.datasets import class_names, open_splits
+from .data.datasets import Images, class_names, open_splits
 from .data.loaders import evaluation_loader, input_config, training_loader
 from .loop.model import build_training_model, check_batch_norm, check_fits, import_device_modules, resolve_device
 from .loop.optimization import (
@@ -82,7 +82,7 @@ from .report import (
 try:
     import fcntl
 except ImportError:  # on Windows
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]  # a module elsewhere
 
 __all__ = ['Run', 'assemble', 'carry_out', 'main']
 
@@ -138,6 +138,7 @@ def carry_out(runs: Iterable['Run'], ideas: Callable[[argparse.Namespace, float]
                     run.save_recovery()
                     raise
     except Divergence as e:
+        assert run is not None  # nothing diverges before there is one
         raise UsageError(f'{e}; {ideas(run.args, run.settled.lr)}; {what_is_left(run)}') from e
     except OSError as e:
         if e.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -231,7 +232,7 @@ class Run:
         last = epoch + 1 == self.epochs
         if self.loader_eval is None or ((epoch + 1) % self.args.val_interval and not last):
             return None
-        task = self.trainer.task
+        task: Any = self.trainer.task
         figures = self._evaluate(task.get_eval_model(), f'{label} validation')
         if task.has_ema() and not self.args.model_ema_force_cpu:
             log.info('%s  %s without averaging', label, figures_text(figures))
@@ -244,9 +245,7 @@ class Run:
             model = model.module  # each process goes through its images by itself
         return evaluate(model, self.loader_eval, self.trainer.numerics, evaluator, label, self.args.log_interval)
 
-    def _record(
-        self, epoch: int, train_figures: OrderedDict[str, float], figures: OrderedDict[str, float] | None
-    ) -> str:
+    def _record(self, epoch: int, train_figures: Mapping[str, float], figures: Mapping[str, float] | None) -> str:
         """Write the summary's next row, the curves and the checkpoint, and set the next learning rate.
 
         Returns:
@@ -255,7 +254,7 @@ class Run:
         args, trainer = self.args, self.trainer
         if is_first():
             self._record_figures(epoch, train_figures, figures)
-        metric = figures and figures[args.eval_metric]
+        metric = figures[args.eval_metric] if figures else None
         if trainer.scheduler is not None:
             trainer.scheduler.step(epoch + 1, metric)
         trainer.go_to(epoch + 1)
@@ -263,7 +262,7 @@ class Run:
         return 'unknown' if best is None else f'{args.eval_metric} {best:.4g} at epoch {best_epoch}'
 
     def _record_figures(
-        self, epoch: int, train_figures: OrderedDict[str, float], figures: OrderedDict[str, float] | None
+        self, epoch: int, train_figures: Mapping[str, float], figures: Mapping[str, float] | None
     ) -> None:
         trainer = self.trainer
         summary = self.folder / 'summary.csv'
@@ -292,7 +291,7 @@ def prepare(args: argparse.Namespace) -> Run:
     import_device_modules(args.device_modules)
     numerics = Numerics.from_options(args, join(resolve_device(args.device)))
     random_seed(args.seed)
-    resumed = from_first(find_resumed(args) if is_first() else None)
+    resumed: Path | None = from_first(find_resumed(args) if is_first() else None)
     checkpoint = read_saved(resumed) if resumed else None
     model = start_model(args, resumed)
     settled = Settled.from_options(args, model.num_classes)
@@ -373,7 +372,7 @@ def assemble(
     record = vars(args) | asdict(settled)
     saver = Checkpoints(trainer, record, label_names, folder)
     run = Run(args, settled, folder, trainer, loader_eval, saver, epochs, start, lock)
-    if resumed:
+    if resumed and checkpoint is not None:
         saver.resume(resumed, checkpoint, start)
     start_output(run, record)
     return run
@@ -415,7 +414,7 @@ def start_output(run: Run, record: dict[str, Any]) -> None:
     wait_for_all()
 
 
-def size_text(dataset: Dataset | None) -> str:
+def size_text(dataset: Images | None) -> str:
     """How many images there are, as far as that is known."""
     if dataset is None:
         return 'none'

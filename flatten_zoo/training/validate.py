@@ -101,7 +101,8 @@ def validate_all(args: Options, names: list[str]) -> tuple[list[dict[str, Any]],
     Returns:
         Results, the best top-1 first, and the names of those that failed.
     """
-    results, failed = [], []
+    results: list[dict[str, Any]] = []
+    failed = []
     for name in names:
         try:
             result = validate_with_retries(args.replace(model=name))
@@ -140,7 +141,7 @@ def expected_top1(model: nn.Module, images: int) -> float | None:
     if cfg.get('tag') != TAG or images != IMAGENET_IMAGES or model.num_classes != IMAGENET_CLASSES:
         return None
     release = RELEASES.get(cfg.get('architecture'))
-    return release and release.top1
+    return release.top1 if release else None
 
 
 def parse(argv: Sequence[str] | None) -> Options:
@@ -190,6 +191,7 @@ def validate(args: Options) -> dict[str, Any]:
     """
     numerics = Numerics.from_options(args, resolve_device(args.device))
     random_seed(args.seed)
+    model: Any
     model = released = build_model(args, pretrained=args.pretrained or not args.checkpoint)
     if args.checkpoint:
         load_weights(model, args.checkpoint, use_ema=args.use_ema)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from functools import singledispatch
 from textwrap import fill
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from matplotlib.colors import Normalize, SymLogNorm
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.markers import CARETDOWN, CARETRIGHT
 
-from .reading import EnergyMaps, Form, GlobalMaps, QueryMaps
+from .reading import EnergyMaps, GlobalMaps, QueryMaps
 
 __all__ = ['draw']
 
@@ -138,6 +139,8 @@ class _Overlay:
     The relief is what the picture has beside its large bright and dark areas, which would be mistaken for weights.
     """
 
+    norm: Normalize
+
     def __init__(self, maps: Sequence[torch.Tensor], unit: float, picture: torch.Tensor):
         """
         Args:
@@ -179,7 +182,7 @@ class _Overlay:
         bar.ax.tick_params(labelsize=8)
 
 
-def _draw_spectra(figure: FigureBase, forms: Sequence[Form], overlay: _Overlay) -> None:
+def _draw_spectra(figure: FigureBase, forms: Sequence[Any], overlay: _Overlay) -> None:
     """The matrices as pictures, and their singular values in one plot."""
     *squares, plot = figure.subplots(1, len(forms) + 1, width_ratios=[1] * len(forms) + [1.5])
     n = len(forms[0].matrix)
@@ -203,14 +206,14 @@ def _figure(
     title: str,
     model: str,
     maps: QueryMaps | GlobalMaps | None,
-    grid: tuple[int, int] | None,
+    grid: Sequence[int] | None,
     picture: torch.Tensor,
     heights: Sequence[float],
     width: float = WIDTH,
 ) -> tuple[Figure, list[FigureBase]]:
     """Figure with title and one part for each height in inches."""
     facts = [model]
-    if maps:
+    if maps and grid:
         head = f'head {maps.head} of {maps.num_heads}' if maps.num_heads > 1 else 'one head'
         facts += [maps.layer, head, f'{_size(grid)} positions']
     facts.append(f'image {_size(picture.shape)}')
@@ -244,9 +247,9 @@ def _size(shape: Sequence[int]) -> str:
     return f'{shape[0]} × {shape[1]}'
 
 
-def _mark(ax: Axes, cell: tuple[int, int], grid: tuple[int, int], picture: torch.Tensor) -> None:
+def _mark(ax: Axes, cell: tuple[int, int], grid: Sequence[int], picture: torch.Tensor) -> None:
     """Triangles beside the picture that point at a position's row and column: on small maps a ring would hide it."""
     y, x = ((i + 0.5) * side / n - 0.5 for i, n, side in zip(cell, grid, picture.shape, strict=False))
-    style = {'color': 'black', 'markersize': 5, 'markeredgewidth': 0, 'clip_on': False}
+    style: dict[str, Any] = {'color': 'black', 'markersize': 5, 'markeredgewidth': 0, 'clip_on': False}
     ax.plot(x, 1, marker=CARETDOWN, transform=ax.get_xaxis_transform(), **style)
     ax.plot(0, y, marker=CARETRIGHT, transform=ax.get_yaxis_transform(), **style)

@@ -4,9 +4,11 @@ The arguments of a layer are caught by a hook, and the layer is asked about them
 nothing in its forward pass is there for this.
 """
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from timm.models.pvt_v2 import PyramidVisionTransformerStage
@@ -35,7 +37,7 @@ __all__ = [
 DEFAULT_POINTS = tuple((x / 6, y / 6) for y in (1, 3, 5) for x in (1, 3, 5))
 MAX_SPECTRUM_POSITIONS = 1024  # a second or two for the singular values of each matrix
 
-OPERATORS = {
+OPERATORS: dict[type[nn.Module], str] = {
     FocusedLinearCore: 'focused linear attention',
     EfficientAttention: 'efficient attention',
     InterlacedSparseAttention: 'interlaced sparse attention',
@@ -123,12 +125,14 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, tuple(OPERATORS)) and getattr(module, 'spatial_dims', 2) == 2
+        if any(isinstance(module, kind) for kind in OPERATORS)
+        and getattr(module, 'spatial_dims', 2) == 2
+        and type(module) is not FocusedLinearCore  # which is called in parts, by a block
     }
 
 
 def layer_inputs(model: nn.Module, layer: str, image: torch.Tensor) -> tuple:
-    """The positional arguments with which a layer is called when the model sees the image.
+    """The arguments with which a layer is called when the model sees the image, in order.
 
     Args:
         model: The model, in inference mode.
@@ -136,13 +140,17 @@ def layer_inputs(model: nn.Module, layer: str, image: torch.Tensor) -> tuple:
         image: Normalised image, 1 × channels × height × width.
     """
     calls = []
-    hook = model.get_submodule(layer).register_forward_pre_hook(lambda module, args: calls.append(args))
+    attn = model.get_submodule(layer)
+    hook = attn.register_forward_pre_hook(lambda _, *call: calls.append(call), with_kwargs=True)
     try:
         with torch.no_grad():
             model(image)
     finally:
         hook.remove()
-    return calls[0]
+    args, kwargs = calls[0]
+    call = inspect.signature(attn.forward).bind(*args, **kwargs)
+    call.apply_defaults()
+    return call.args
 
 
 @torch.no_grad()
@@ -172,7 +180,7 @@ def read_attention(
     """
     layers = attention_layers(model)
     layer = _check_layer(model, layers, layer, image)
-    attn = layers[layer]
+    attn: Any = layers[layer]
     num_heads = getattr(attn, 'num_heads', 1)
     if not 0 <= head < num_heads:
         raise UsageError(f"head must be 0 to {num_heads - 1} in '{layer}', got {head}")
@@ -183,9 +191,9 @@ def read_attention(
         raise UsageError(f"'{layer}' is folded: show the model as it was before reparameterize_model")
     inputs = layer_inputs(model, layer, image)
     operator = next(name for kind, name in OPERATORS.items() if isinstance(attn, kind))
-    about = {'operator': operator, 'layer': layer, 'head': head, 'num_heads': num_heads}
+    about: dict[str, Any] = {'operator': operator, 'layer': layer, 'head': head, 'num_heads': num_heads}
     if isinstance(attn, EfficientAttention):
-        maps, channels, shares = efficient_attention_maps(attn, *inputs, head=head)
+        maps, channels, shares = efficient_attention_maps(attn, inputs[0], head)
         return GlobalMaps(**about, maps=maps, channels=channels, shares=shares)
     if isinstance(attn, FocusedLinearCore):
         q, k, _ = queries_keys_values(attn, *inputs)
@@ -193,11 +201,13 @@ def read_attention(
     elif isinstance(attn, InterlacedSparseAttention):
         (height, width), read = inputs[0].shape[2:], partial(interlaced_attention_forms, attn, *inputs)
     else:
-        (height, width), read = inputs[0].shape[2:], partial(non_local_attention_forms, attn, *inputs, head=head)
+        (height, width), read = inputs[0].shape[2:], partial(non_local_attention_forms, attn, inputs[0], head=head)
     cells = [(min(int(y * height), height - 1), min(int(x * width), width - 1)) for x, y in points]
     cells = list(dict.fromkeys(cells))  # on a small grid points can share a position
     forms = read([row * width + col for row, col in cells])
     note = ''
+    if prefix := getattr(attn, 'num_prefix_tokens', 0):
+        note = f'Of the patches alone: what they take from the {prefix} prefix tokens is left out. '
     if isinstance(attn, InterlacedSparseAttention) and not _has_blocks(attn, inputs[0]):
         block = ' × '.join(map(str, attn.group_size))
         note = (
@@ -205,11 +215,11 @@ def read_attention(
             'to attend to. A larger image (--img-size) or an earlier layer shows more.'
         )
     if isinstance(attn, FocusedLinearCore) and height * width > MAX_SPECTRUM_POSITIONS:
-        note = (
+        note += (
             f'Rank and singular values are left out: they need the matrix of all {height * width} positions, more '
             f'than {MAX_SPECTRUM_POSITIONS}. A smaller image (--img-size) or a later layer shows them.'
         )
-    return QueryMaps(**about, cells=cells, forms=forms, note=note)
+    return QueryMaps(**about, cells=cells, forms=forms, note=note.strip())
 
 
 def _has_blocks(attn: nn.Module, x: torch.Tensor) -> bool:
@@ -239,24 +249,24 @@ def _check_layer(model: nn.Module, layers: dict[str, nn.Module], layer: str | No
     raise UsageError(f'{unknown_name("layer", layer, layers)}{way_out}')
 
 
-def queries_keys_values(
-    attn: FocusedLinearCore, x: torch.Tensor, feat_size: Sequence[int] | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def queries_keys_values(attn: FocusedLinearCore, x: torch.Tensor, *further: Any) -> tuple[torch.Tensor, ...]:
     """Queries, keys and values of focused linear attention, from the arguments that its layer is called with.
 
     Args:
         attn: A layer of any family, with or without projections of its own.
         x: Its input, a map or tokens.
-        feat_size: Its grid, where the input is tokens.
+        *further: What else it is called with, such as the grid of the tokens.
 
     Returns:
-        Each B × H × W × channels.
+        Each B × H × W × channels, of the patches.
     """
+    if hasattr(attn, 'patch_maps'):
+        return attn.patch_maps(x, *further)
     if not hasattr(attn, 'qkv'):
         return x.unbind(-2)
     x = attn.qkv(x)
-    if feat_size is not None:
-        x = x.unflatten(1, tuple(feat_size))
+    if further:
+        x = x.unflatten(1, tuple(further[0]))
     return x.chunk(3, dim=-1)
 
 

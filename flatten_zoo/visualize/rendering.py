@@ -64,7 +64,7 @@ def render(
     save_figure(draw(maps, seen, f'{model_name} ({weights})'), output, dpi=100, palette=True)
     if arrays:
         save_arrays({'picture': seen.numpy(), **_as_arrays(maps)}, arrays)
-    if pyramid:
+    if isinstance(maps, EnergyMaps):
         return f'feature pyramid of {model_name} ({weights})'
     return f'{maps.operator} of {model_name} ({weights}), {maps.layer}, head {maps.head}'
 
@@ -108,7 +108,7 @@ def _as_arrays(maps: QueryMaps | GlobalMaps | EnergyMaps) -> dict[str, np.ndarra
     arrays = {'queries': np.array(maps.cells)}
     for name, form in maps.forms.items():
         arrays[name] = form.rows.numpy()
-        if form.matrix is not None:
+        if form.matrix is not None and form.singular_values is not None:
             arrays |= {
                 f'{name}.matrix': form.matrix.numpy(),
                 f'{name}.singular_values': form.singular_values.numpy(),

@@ -1,6 +1,7 @@
 """What models there are, and where their weights come from."""
 
 from pathlib import Path
+from typing import Any
 
 import timm
 from huggingface_hub import try_to_load_from_cache
@@ -95,7 +96,7 @@ def describe(name: str) -> list[tuple[str, str]]:
     with building(f"'{name}'"), _Uninitialised():
         arguments = resolve_arguments(name, device='meta')
         model = timm.create_model(**arguments)
-    cfg = PretrainedCfg(**arguments['pretrained_cfg'])
+    cfg: Any = PretrainedCfg(**arguments['pretrained_cfg'])
     release = RELEASES.get(model.pretrained_cfg['architecture']) if cfg.tag == TAG else None
     settings = cfg.to_dict(remove_source=True)
     facts = [

@@ -98,8 +98,8 @@ def _read_zip(path: Path, length: int) -> object:
                     storages[key].untyped_storage().byteswap(dtype)
             return storages[key].view(dtype)
 
-        data = io.BytesIO(_read_entry(archive, entries['data.pkl']))
-        checkpoint = restricted_pickle.load(data, len(data.getbuffer()), storage)
+        data = bytes(_read_entry(archive, entries['data.pkl']))
+        checkpoint = restricted_pickle.load(io.BytesIO(data), len(data), storage)
     if damaged:
         raise ValueError(f'the checksum of {_name_of(damaged, checkpoint)} is wrong')
     return checkpoint
@@ -109,7 +109,7 @@ def _read_entry(archive: zipfile.ZipFile, info: zipfile.ZipInfo, buffer: np.ndar
     """The bytes of an entry, in a buffer if there is one; never more than it declares."""
     buffer = np.empty(info.file_size, np.uint8) if buffer is None else buffer
     with archive.open(info) as file:
-        if file.readinto(buffer) != info.file_size:
+        if file.readinto(buffer) != info.file_size:  # type: ignore[attr-defined]  # ZipExtFile has it
             raise ValueError(f'{info.filename} is cut off')
     return buffer
 
@@ -125,7 +125,8 @@ def _name_of(damaged: dict[int, str], checkpoint: object) -> str:
 
 def _read_legacy(content: mmap.mmap) -> object:
     """What `torch.save` wrote before version 1.6: pickles in a row, then the bytes of each tensor."""
-    storages, dtypes = {}, {}
+    storages: dict[str, torch.Tensor] = {}
+    dtypes = {}
 
     def storage(key: str, dtype: torch.dtype, numel: int, part: tuple | None) -> torch.Tensor:
         if key not in storages:

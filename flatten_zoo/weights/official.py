@@ -3,6 +3,7 @@
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import timm
@@ -23,7 +24,8 @@ _logger = logging.getLogger(__name__)
 
 def cached_files(cfg: PretrainedCfg, cache_dir: str | Path | None = None) -> tuple[Path, Path]:
     """Where a released model's official file and its conversion are in the cache, once they are there."""
-    source = Path(cache_dir or get_cache_dir()) / cfg.url[1]
+    address: Any = cfg.url  # the pair that `official_url` makes
+    source = Path(cache_dir or get_cache_dir()) / address[1]
     return source, source.with_suffix('.safetensors')
 
 
@@ -40,7 +42,7 @@ def official_weights(cfg: PretrainedCfg, cache_dir: str | Path | None = None) ->
         UsageError: The file can't be had, or is none of this model's weights; it is not kept then.
     """
     source, converted = cached_files(cfg, cache_dir)
-    model = timm.create_model(cfg.architecture, device='meta')
+    model = timm.create_model(str(cfg.architecture), device='meta')
     if _is_sound(converted, model):
         return converted
     if source.exists():
@@ -51,10 +53,11 @@ def official_weights(cfg: PretrainedCfg, cache_dir: str | Path | None = None) ->
             raise UsageError(f'{e}; it is removed from the cache now, the next try downloads it again') from e
     else:
         with write_beside(source) as temporary:
-            _logger.info('downloading %s to %s', cfg.url[0], source)
+            address: Any = cfg.url
+            _logger.info('downloading %s to %s', address[0], source)
             try:
-                download(cfg.url[0], temporary)
-                _convert(temporary, converted, model, f'the file at {cfg.url[0]}')
+                download(address[0], temporary)
+                _convert(temporary, converted, model, f'the file at {address[0]}')
             except UsageError as e:
                 raise UsageError(
                     f"{e}; if that does not help, download it in a browser and save it as '{source}'"

@@ -1,7 +1,7 @@
 """From a name, an address or a checkpoint to a model with its size, its channels, its classes and its weights."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,9 @@ def open_model(
     """
     if pretrained and checkpoint:
         raise UsageError('choose one of --pretrained and --checkpoint')
-    size = {'img_size': two_sides(img_size) if img_size else None, 'dynamic_size': dynamic_size}
+    if not name and not checkpoint:
+        raise UsageError('name a model, or give a checkpoint of train.py, which says it')
+    size: dict[str, Any] = {'img_size': two_sides(img_size) if img_size else None, 'dynamic_size': dynamic_size}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         if checkpoint:
@@ -79,16 +81,17 @@ def open_model(
                 checkpoint, name, use_ema=None, zoo_only=False, allow_non_finite=True, adapt=True, **size
             )
             return model.eval(), checkpoint.name
-        model = create_model(name, pretrained=pretrained, **size).eval()
+        model = create_model(str(name), pretrained=pretrained, **size).eval()
     if not pretrained:
         return model, 'untrained'
-    untrained_attention = (model.pretrained_cfg.get('tag') or '').endswith('untrained_attn')
+    tag = model.pretrained_cfg.get('tag') or ''
+    untrained_attention = isinstance(name, Linearized) or tag.endswith('untrained_attn')
     return model, 'pretrained, but the attention untrained' if untrained_attention else 'pretrained'
 
 
 def create_model(
     name: str,
-    options: Mapping[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
     img_size: tuple[int, int] | int | None = None,
     dynamic_size: bool = False,
     given: str = '',
@@ -210,12 +213,6 @@ def load_model(
         base = resolve_arguments(model_name, **recorded).get('base', model_name)  # of a linearized model
         counts = _counts(state_dict, meta_model(model_name=base))
         arguments = resolve_arguments(model_name, options, **{**recorded, **counts})
-        cfg = arguments['pretrained_cfg']
-        cfg |= {
-            'tag': tag or None,
-            'label_names': _label_names(checkpoint, arguments['num_classes']),
-            **_evaluation_settings(options, cfg),
-        }
         network = meta_model(**arguments)  # held against the file before it takes memory
         check_size(network, Path(source).stat().st_size, file)
         if img_size or dynamic_size:
@@ -224,6 +221,11 @@ def load_model(
         state_dict = from_official(state_dict, network, adapt or bool(img_size), called)
         model = timm.create_model(**arguments)
     model.load_state_dict(state_dict)
+    model.pretrained_cfg |= {
+        'tag': tag or None,
+        'label_names': _label_names(checkpoint, model.num_classes),
+        **_evaluation_settings(options, model.pretrained_cfg),
+    }
     return model
 
 
@@ -238,12 +240,12 @@ def _counts(state_dict: dict[str, torch.Tensor], model: nn.Module) -> dict[str, 
         key = f'{module if isinstance(module, str) else next(iter(module or ()), None)}.weight'
         name = official_name(key, model) if official else key
         tensor, like = state_dict.get(name), own.get(key)
-        if tensor is not None and tensor.ndim != like.ndim:
+        if tensor is not None and like is not None and tensor.ndim != like.ndim:
             raise UsageError(f"'{name}' has {tensor.ndim} dimensions, expected {like.ndim}")
         found.append((tensor, like))
     (stem, own_stem), (classifier, _) = found
     counts = {'num_classes': 0 if classifier is None else len(classifier)}
-    if stem is None:
+    if stem is None or own_stem is None:
         return counts
     return {**counts, 'in_chans': cfg['input_size'][0] * stem.shape[1] // own_stem.shape[1]}
 

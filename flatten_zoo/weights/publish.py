@@ -104,7 +104,7 @@ def _upload(folder: Path, repo: str, private: bool, keep_card: bool) -> str:
     api.create_repo(repo, private=private or None, exist_ok=True)
     if private and not api.repo_info(repo).private:
         raise UsageError(f"--private: '{repo}' exists and is public; change that on the Hub or choose another name")
-    files = {name: str(folder / name) for name in HUB_FILES}
+    files: dict[str, str | bytes] = {name: str(folder / name) for name in HUB_FILES}
     if keep_card and api.file_exists(repo, 'README.md'):
         del files['README.md']
     else:

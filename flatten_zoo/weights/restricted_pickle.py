@@ -18,7 +18,7 @@ import pickle
 import pickletools
 import re
 from collections.abc import Callable, Iterable
-from typing import IO, Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -102,7 +102,7 @@ def _array(cls: _Name, *_) -> np.ndarray | Unknown:
     return np.empty(0) if cls.name == 'numpy.ndarray' else Unknown(cls.name)
 
 
-def _array_of_buffer(data: bytes, dtype: _DType, shape: tuple, order: str) -> np.ndarray:
+def _array_of_buffer(data: bytes, dtype: _DType, shape: tuple, order: Literal['C', 'F']) -> np.ndarray:
     return np.frombuffer(data, dtype.numbers()).reshape(shape, order=order)
 
 
@@ -110,7 +110,7 @@ def _scalar(dtype: _DType, data: bytes) -> Any:
     return Unknown('numpy.generic') if dtype.value is None else np.frombuffer(data, dtype.value, count=1)[0].item()
 
 
-_TENSORS = {
+_TENSORS: dict[str, Any] = {
     f'torch._utils._rebuild_{name}': function
     for name, function in {
         'tensor': _tensor,
@@ -124,7 +124,7 @@ _TENSORS = {
         'parameter_with_state': lambda tensor, *_: tensor,
     }.items()
 }
-_CALLS = {
+_CALLS: dict[str, Any] = {
     **_TENSORS,
     'torch._tensor._rebuild_from_type_v2': _subclass,
     'torch.serialization._get_layout': lambda *_: Unknown('torch.layout'),
@@ -214,14 +214,16 @@ _LITERALS = {
     'BYTEARRAY8',
 }  # of protocols 1 to 5; 0 cannot hold tensors
 
-Storage = Callable[[str, torch.dtype, int, tuple | None], torch.Tensor]
+Storage = Callable[..., torch.Tensor]
 
 
 class _Machine:
     """The state of an unpickler: its stack, where marks are on it, and what is kept for later."""
 
     def __init__(self, storage: Storage | None, length: int):
-        self.stack, self.marks, self.memo = [], [], {}
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
         self.storage = storage
         self.steps = MAX_STEPS
         self.copies = MAX_COPIES * length
@@ -278,7 +280,7 @@ class _Machine:
             _, shape, dtype, fortran, data = state
             if not isinstance(data, bytes):
                 raise pickle.UnpicklingError('it holds a NumPy array of objects')
-            target.__setstate__((1, shape, dtype.numbers(), bool(fortran), data))
+            target.__setstate__((1, shape, dtype.numbers(), bool(fortran), data))  # type: ignore[arg-type]  # no np.bool
         elif isinstance(target, _DType):
             if target.value is not None and state[1] in ('<', '>'):
                 target.value = target.value.newbyteorder(state[1])
@@ -348,7 +350,7 @@ class _Machine:
             raise pickle.UnpicklingError(f'it uses the opcode {name}')
 
 
-def load(file: IO[bytes], length: int, storage: Storage | None = None) -> Any:
+def load(file: Any, length: int, storage: Storage | None = None) -> Any:
     """What the next pickle in a file holds.
 
     Args:

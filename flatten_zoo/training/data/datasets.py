@@ -26,7 +26,7 @@ from flatten_zoo.images import IMAGE_ERRORS, eight_bits, image_suffixes, open_im
 from ..report import log
 from .streams import CheckedStream, LoadingError, check_columns, check_source, default_key
 
-__all__ = ['Split', 'check_classes', 'check_same_classes', 'class_names', 'open_dataset', 'open_splits']
+__all__ = ['Images', 'Split', 'check_classes', 'check_same_classes', 'class_names', 'open_dataset', 'open_splits']
 
 SPLIT_NAMES = (('train', 'training'), ('validation', 'val', 'valid', 'eval', 'evaluation'), ('test', 'testing'))
 
@@ -42,11 +42,11 @@ class CheckedImages(Dataset):
         mode: Pillow's mode to convert to.
     """
 
-    def __init__(self, dataset: Dataset, mode: str):
+    def __init__(self, dataset: Any, mode: str):
         self.dataset = dataset
         self.dataset._max_retries = 1  # timm's own: no second image in place of the first
         self.mode = mode
-        self.transform = None
+        self.transform: Any = None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -69,6 +69,9 @@ class CheckedImages(Dataset):
         return file or (samples[index][0] if samples else f'number {index} of {type(self.dataset).__name__}')
 
 
+Images = CheckedImages | CheckedStream
+
+
 def open_dataset(
     args: argparse.Namespace,
     split: str,
@@ -77,7 +80,7 @@ def open_dataset(
     num_samples: int | None,
     is_training: bool = False,
     alone_is_fine: bool = False,
-) -> Dataset:
+) -> Images:
     """The data set that the options name.
 
     Args:
@@ -128,7 +131,7 @@ def open_dataset(
         mapped = f" with --class-map '{args.class_map}'" if args.class_map else ''
         raise UsageError(f'cannot read the data {name}{mapped}: {first_line(e)}') from e
     if isinstance(dataset, torch.utils.data.IterableDataset):
-        return CheckedStream(dataset, args.dataset, mode)
+        return CheckedStream(dataset, args.dataset, mode)  # type: ignore[arg-type]  # timm's, as all streams
     if kind.startswith('hfds/'):
         check_columns(dataset, args.dataset)
     return CheckedImages(dataset, mode)
@@ -194,7 +197,7 @@ def class_index(dataset: Dataset) -> dict[str, int] | None:
 def class_names(dataset: Dataset) -> list[str] | None:
     """Names of the classes in order of index, or None where the data set does not name each of them."""
     index = class_index(dataset) or {}
-    names = sorted(index, key=index.get)
+    names = sorted(index, key=index.__getitem__)
     return names if names and [index[name] for name in names] == list(range(len(names))) else None
 
 
@@ -227,7 +230,7 @@ def check_same_classes(train: Dataset, validation: Dataset) -> None:
         )
 
 
-def open_splits(args: argparse.Namespace, num_classes: int, channels: int) -> tuple[Dataset, Dataset | None]:
+def open_splits(args: argparse.Namespace, num_classes: int, channels: int) -> tuple[Images, Images | None]:
     """The training split, and the validation split unless `--val-split ''`; both with the model's classes."""
     train_set = open_dataset(
         args, args.train_split, channels, args.batch_size, args.train_num_samples, is_training=True
@@ -264,7 +267,7 @@ class Split:
         self.root = root
         self.suffixes = set(suffixes.split(';')) if suffixes else image_suffixes()
         self.class_map = load_class_map(class_map, root) if class_map else None
-        self.left_out = Counter()
+        self.left_out: Counter[str] = Counter()
 
     def is_image(self, path: str) -> bool:
         """Whether a file is to be read, by its path within the split; one that is not is counted."""
@@ -403,7 +406,7 @@ class TorchvisionFolder(ImageFolder):
         return classes, {name: i for i, name in enumerate(classes)}
 
 
-def open_folder(kind: str, root: str, class_map: str | None, suffixes: str | None) -> Dataset:
+def open_folder(kind: str, root: str, class_map: str | None, suffixes: str | None) -> ImageDataset | ImageFolder:
     """The data set of a folder or tar file, with its images as they are in their files.
 
     Args:

@@ -37,7 +37,7 @@ class LabelledEvaluator(ClassificationEvaluator):
         self.valid_labels = valid_labels
         self.real_labels = real_labels
         self.average = average
-        self.pairs = []  # of prediction and target
+        self.pairs: list[torch.Tensor] = []  # of prediction and target
 
     def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
         if self.valid_labels is not None:
@@ -52,8 +52,9 @@ class LabelledEvaluator(ClassificationEvaluator):
         figures = super().compute(distributed)
         if self.real_labels is not None:
             figures |= {f'top{k}': accuracy for k, accuracy in self.real_labels.get_accuracy().items()}
-        if self.pairs:
-            figures |= averaged_metrics(*torch.cat(self.pairs, 1), self.average)
+        if self.average and self.pairs:
+            predictions, targets = torch.cat(self.pairs, 1)
+            figures |= averaged_metrics(predictions, targets, self.average)
         return figures
 
 

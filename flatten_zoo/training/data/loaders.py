@@ -3,7 +3,6 @@
 import argparse
 import math
 import os
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ from PIL import Image
 from timm.data import AugMixDataset, FastCollateMixup, auto_augment, create_loader, resolve_data_config
 from timm.data.loader import PrefetchLoader, adapt_to_chs
 from timm.data.transforms import CenterCropOrPad, center_crop_or_pad
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torchvision.transforms import CenterCrop, Compose
 from torchvision.transforms import functional as F
 
@@ -20,6 +19,7 @@ from flatten_zoo.errors import UsageError
 
 from ..loop.optimization import Numerics, mixup_arguments
 from ..processes import world_size
+from .datasets import Images
 
 __all__ = ['Views', 'evaluation_loader', 'input_config', 'training_loader']
 
@@ -32,7 +32,7 @@ def input_config(args: argparse.Namespace, model: torch.nn.Module, use_test_size
 
 
 def training_loader(
-    args: argparse.Namespace, num_classes: int, dataset: Dataset, config: dict[str, Any], numerics: Numerics
+    args: argparse.Namespace, num_classes: int, dataset: Images, config: dict[str, Any], numerics: Numerics
 ):
     """This process's share of the images, shuffled and augmented, in batches of a fixed size.
 
@@ -51,7 +51,7 @@ def training_loader(
     if args.aug_splits:
         dataset = AugMixDataset(dataset, num_splits=args.aug_splits)
     loader = create_loader(
-        dataset,
+        dataset,  # type: ignore[arg-type]  # timm takes any with a `transform`
         input_size=config['input_size'],
         batch_size=args.batch_size,
         is_training=True,
@@ -91,13 +91,13 @@ def training_loader(
     return _apart(loader)
 
 
-def _allow_strongest_posterize(dataset: Dataset) -> None:
+def _allow_strongest_posterize(dataset: Any) -> None:
     """Let RandAugment and AutoAugment posterize down to 0 bits, their strongest level, which Pillow 13 refuses.
 
     With `rand-m9-mstd0.5-inc1` it is drawn for about 3 images in 1000, and then ends the run.
     """
     if isinstance(dataset, AugMixDataset):
-        transforms = [dataset.augmentation]
+        transforms: list[Any] = [dataset.augmentation]
     else:
         transforms = getattr(dataset, 'transforms', None) or [dataset.transform]  # one of each size, or one
     for step in (step for transform in transforms for step in transform.transforms):
@@ -116,14 +116,14 @@ def _posterize(image: Image.Image, bits_to_keep: int, **kwargs) -> Image.Image:
     return auto_augment.posterize(image, bits_to_keep, **kwargs)
 
 
-def _check_batch_is_filled(option: str, batch_size: int, dataset: Dataset) -> None:
+def _check_batch_is_filled(option: str, batch_size: int, dataset: Images | AugMixDataset) -> None:
     processes = world_size()
     if not isinstance(dataset, torch.utils.data.IterableDataset) and math.ceil(len(dataset) / processes) < batch_size:
         where = f' in {processes} processes' if processes > 1 else ''
         raise UsageError(f'{option} {batch_size}{where} is too many: there are {len(dataset)} training images')
 
 
-def scheduled_sizes(args: argparse.Namespace, dataset: Dataset) -> dict[str, Any]:
+def scheduled_sizes(args: argparse.Namespace, dataset: Images | AugMixDataset) -> dict[str, Any]:
     """Arguments of timm's loader for `--train-img-sizes`.
 
     Raises:
@@ -155,14 +155,14 @@ def _apart(loader: DataLoader | PrefetchLoader) -> DataLoader | PrefetchLoader:
     return loader
 
 
-def _start_apart(initialize: Callable[[int], None], worker: int) -> None:
+def _start_apart(initialize: Any, worker: int) -> None:
     os.setpgid(0, 0)
     initialize(worker)
 
 
 def evaluation_loader(
     args: argparse.Namespace,
-    dataset: Dataset,
+    dataset: Images,
     config: dict[str, Any],
     numerics: Numerics,
     batch_size: int,
@@ -177,7 +177,7 @@ def evaluation_loader(
     """
     batch_size = max(batch_size // max(views, 1), 1)
     loader = create_loader(
-        dataset,
+        dataset,  # type: ignore[arg-type]
         input_size=config['input_size'],
         batch_size=batch_size,
         interpolation=config['interpolation'],
@@ -229,5 +229,5 @@ class Views:
     def _corners(self, image: Image.Image) -> tuple[Image.Image, ...]:
         _, height, width = F.get_dimensions(image)
         at_least = [max(sides) for sides in zip(self.crop.size, (height, width), strict=True)]
-        padded = center_crop_or_pad(image, at_least, fill=getattr(self.crop, 'fill', 0))
+        padded: Any = center_crop_or_pad(image, at_least, fill=getattr(self.crop, 'fill', 0))  # type: ignore[arg-type]
         return F.five_crop(padded, self.crop.size)[:4]

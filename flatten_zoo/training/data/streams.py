@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timm.data import IterableImageDataset
+from timm.data import ImageDataset, IterableImageDataset
 from timm.data.readers.reader_wds import ReaderWds
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import get_worker_info
 
 from flatten_zoo.errors import UsageError, first_line
 from flatten_zoo.images import IMAGE_ERRORS, eight_bits, image_suffixes
@@ -74,7 +74,7 @@ def _check_shards_are_named(root: str | None, split: str) -> None:
         )
 
 
-def check_columns(dataset: Dataset, name: str) -> None:
+def check_columns(dataset: ImageDataset, name: str) -> None:
     """Refuse a Hugging Face dataset without the columns that are to be read, which would fail at the first image.
 
     Raises:

@@ -70,6 +70,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 _SHAPING = (
+    'attention',
+    'attention_where',
     'num_classes',
     'gp',
     'img_size',

@@ -58,7 +58,7 @@ class Numerics:
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move a model to the device, in its type and layout."""
-        return model.to(device=self.device, dtype=self.dtype, memory_format=self.memory_format)
+        return model.to(device=self.device, dtype=self.dtype, memory_format=self.memory_format)  # type: ignore[call-overload]  # torch's overloads take fewer
 
     def images(self, images: torch.Tensor) -> torch.Tensor:
         """Move a batch of images to the device, in the model's type and layout."""

@@ -83,6 +83,10 @@ class _SyncBatchNormOnCPU(_BatchNorm):
             values = values * self.weight.view(per_channel) + self.bias.view(per_channel)
         return values.to(x.dtype)
 
+    running_mean: torch.Tensor
+    running_var: torch.Tensor
+    num_batches_tracked: torch.Tensor
+
     @torch.no_grad()
     def _follow(self, mean: torch.Tensor, var: torch.Tensor) -> None:
         self.num_batches_tracked += 1

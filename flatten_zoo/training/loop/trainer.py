@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torchvision
+from timm.data import Mixup
 from timm.task.evaluator import ClassificationEvaluator
 from timm.utils import dispatch_clip_grad, unwrap_model
 from torch import nn
@@ -103,7 +104,7 @@ class Trainer(TrainingState):
         loss: Losses of the current epoch, None before the first.
     """
 
-    mixup: Callable | None
+    mixup: Mixup | None
     folder: Path
     loss: EpochLoss | None = field(default=None, init=False)
 
@@ -263,7 +264,7 @@ def evaluate(
 def remedies(args: argparse.Namespace, lr: float) -> str:
     """What to try with these options and that learning rate."""
     rates = {'--lr': lr, '--min-lr': args.min_lr} | ({'--warmup-lr': args.warmup_lr} if args.warmup_epochs else {})
-    highest = max(rates, key=rates.get)
+    highest = max(rates, key=rates.__getitem__)
     ideas = [f'a lower {highest} than {rates[highest]:g}', 'more --warmup-epochs']
     if args.clip_grad is None:
         ideas.append('--clip-grad 1')

@@ -14,9 +14,9 @@ from timm.optim import list_optimizers
 from timm.utils.distributed import is_distributed_env
 from torch import nn
 
-from flatten_zoo.errors import UsageError, first_line, unknown_name
+from flatten_zoo.errors import UsageError, first_line, shown, unknown_name
 from flatten_zoo.models.linearized import with_attention
-from flatten_zoo.models.recorded import check_arguments, check_model, check_settings, shown
+from flatten_zoo.models.recorded import check_arguments, check_model, check_settings
 
 from .definitions import train_parser
 from .parser import OptionParser, flag, read_options_file
@@ -94,7 +94,7 @@ def check_train_options(args: argparse.Namespace) -> None:
         raise UsageError("--log-tensorboard needs the package tensorboard: pip install 'flatten_zoo[tensorboard]'")
     optimizer = args.opt.lower().removeprefix('lookahead_')
     if optimizer not in list_optimizers():
-        raise UsageError(f'--opt: {unknown_name("optimizer", args.opt, list_optimizers())}')
+        raise UsageError(f'--opt: {unknown_name("optimizer", args.opt, map(str, list_optimizers()))}')
     mixing = args.mixup > 0 or args.cutmix > 0 or args.cutmix_minmax is not None
     if args.aug_splits == 1:
         raise UsageError('--aug-splits 1: a split needs at least 2, and 0 means none')

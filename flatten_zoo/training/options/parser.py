@@ -4,16 +4,16 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 from timm.utils import ParseKwargs
 
-from flatten_zoo.errors import UsageError, unknown_name
+from flatten_zoo.errors import UsageError, shown, unknown_name
 from flatten_zoo.files import write_beside
-from flatten_zoo.models.recorded import check_plain, shown
+from flatten_zoo.models.recorded import check_plain
 
 __all__ = [
     'KeyValues',
@@ -137,7 +137,7 @@ class OptionParser(argparse.ArgumentParser):
             raise UsageError(f"unexpected argument '{unknown[0]}'")
         return options
 
-    def parse_with_config(self, args: list[str] | None = None) -> Options:
+    def parse_with_config(self, args: Sequence[str] | None = None) -> Options:
         """Options from the command line, over those of the `--config` file, over the defaults."""
         early = OptionParser(add_help=False)
         config = early.parse_known_args(args)[0].config
@@ -213,7 +213,7 @@ def _checked(action: argparse.Action, value: Any) -> Any:
     return value
 
 
-def _of_type(kind: type | Number | None, value: Any) -> Any:
+def _of_type(kind: Any, value: Any) -> Any:
     if isinstance(kind, Number):
         if type(value) not in (int, kind.kind) or not kind.allows(value):
             raise _Mismatch(kind)
