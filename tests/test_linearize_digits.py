@@ -50,7 +50,7 @@ def test_transfer_keeps_what_the_teacher_knows(tmp_path):
     )
     assert accuracy('refined') >= 96.5
     options = f'--checkpoint {runs / "refined" / "model_best.pth.tar"} --data {digits} -o {tmp_path / "out"}'
-    options += ' -j 0 --device cpu --epochs 5 4 12 --lr 1e-2 2e-3 1e-3 --scale 0.85 1 --hflip 0 --sizes'
+    options += ' -j 0 --device cpu --epochs 5 4 4 --lr 1e-2 2e-3 1e-3 --scale 0.85 1 --hflip 0 --sizes'
     transfer = seconds_of(lambda: main(['linearize', VIT, *shlex.split(options)]))
     assert transfer <= teaching / 3
     learn('scratch', f'--attention focused_linear -b 64 --epochs 20 --lr 1.5e-3 --warmup-epochs 2 {small}')
