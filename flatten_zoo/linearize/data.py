@@ -11,9 +11,11 @@ from ..errors import UsageError
 from ..images import open_image
 from ..predict.pictures import find_pictures
 from ..training.data.datasets import CheckedImages, check_same_classes, class_names, find_split, open_dataset
+from ..training.data.streams import CheckedStream
 
 __all__ = ['open_images']
 
+Images = CheckedImages | CheckedStream
 HELD_OUT = 10  # every so many images, where the folder does not say which
 
 
@@ -31,7 +33,7 @@ class Pictures(Dataset):
         return open_image(path), label
 
 
-def open_images(args: argparse.Namespace, channels: int) -> tuple[Dataset, Dataset, list[str] | None]:
+def open_images(args: argparse.Namespace, channels: int) -> tuple[Images, Images, list[str] | None]:
     """Images to learn from, others that are held out, and the names of their classes if they have any.
 
     Args:
@@ -51,7 +53,7 @@ def open_images(args: argparse.Namespace, channels: int) -> tuple[Dataset, Datas
     if root != args.data_dir:
         splits = [open_dataset(args, split, channels, args.batch_size, None) for split in ('train', 'validation')]
         check_same_classes(*splits)
-        return *splits, class_names(splits[0])
+        return splits[0], splits[1], class_names(splits[0])
     paths = find_pictures([Path(root)])
     if len(paths) < HELD_OUT:
         raise UsageError(f"--data '{root}': {len(paths)} images are too few, as every tenth is held out")

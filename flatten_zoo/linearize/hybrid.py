@@ -1,8 +1,7 @@
 """Which attention becomes linear: converting a network in parts, and choosing them by error and cost."""
 
 import copy
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from timm.models.pvt_v2 import PyramidVisionTransformerV2
 from torch import nn
@@ -15,7 +14,7 @@ __all__ = ['at_size', 'choose_kept', 'converted_copy', 'costs', 'keep_costliest'
 
 
 def converted_copy(
-    teacher: nn.Module, attention: str, where: Iterable[int] | None, img_size: tuple[int, int]
+    teacher: nn.Module, attention: str, where: Sequence[int] | None, img_size: tuple[int, int]
 ) -> nn.Module:
     """A copy of a network, with other attention in some of its parts, all of it to be trained.
 
@@ -37,7 +36,7 @@ def converted_copy(
 
 def part_of(name: str) -> int:
     """Index of the part, a block of a ViT or a stage of the others, that a module is in; as in `where`."""
-    return int(re.search(r'\d+', name)[0])
+    return int(next(part for part in name.split('.') if part.isdigit()))
 
 
 def at_size(model: nn.Module, size: int) -> nn.Module:
@@ -68,10 +67,10 @@ def costs(
 
 def keep_costliest(errors: Mapping[int, float], number: int) -> list[int]:
     """The parts whose error is largest, so many of them, in order."""
-    return sorted(sorted(errors, key=errors.get, reverse=True)[:number])
+    return sorted(sorted(errors, key=errors.__getitem__, reverse=True)[:number])
 
 
-def choose_kept(errors: Mapping[int, float], savings: Mapping[int, int], affordable: int) -> list[int]:
+def choose_kept(errors: Mapping[int, float], savings: Mapping[int, int], affordable: float) -> list[int]:
     """The parts that stay as they are, so that those which do not err least altogether; exact, not greedy.
 
     Args:
@@ -82,7 +81,9 @@ def choose_kept(errors: Mapping[int, float], savings: Mapping[int, int], afforda
     Returns:
         Their indices, in order.
     """
-    best = [(0, 0.0, ())]  # unsaved cost, error avoided, parts: of the sets that no other beats in both
+    best: list[tuple[int, float, tuple[int, ...]]] = [
+        (0, 0.0, ())
+    ]  # unsaved cost, error avoided, parts: of the sets that no other beats in both
     for part, error in errors.items():
         further = [(cost + savings[part], avoided + error, (*kept, part)) for cost, avoided, kept in best]
         best, sets = [], sorted([*best, *further], key=lambda entry: (entry[0], -entry[1]))

@@ -53,14 +53,14 @@ def listening(network: nn.Module, names: list[str]) -> Iterator[dict[str, Call]]
         heard[name] = args, kwargs, output
 
     def attend(name: str, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        output = type(block)._attn(block, x)
+        output = type(block)._attn(block, x)  # type: ignore[attr-defined]  # of Swin's blocks
         heard[name] = (x,), {}, output
         return output
 
     for name in names:
         block = network.get_submodule(name.rpartition('.')[0])
         if hasattr(block, '_attn'):
-            block._attn = partial(attend, name, block)
+            block._attn = partial(attend, name, block)  # type: ignore[assignment]  # in the place of a method
             blocks.append(block)
         else:
             hook = network.get_submodule(name).register_forward_hook(partial(hear, name), with_kwargs=True)

@@ -2,8 +2,9 @@
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,9 @@ class Speed:
     """
 
     size: int
-    macs: tuple[int, int]
-    seconds: tuple[float, float]
-    peak_memory: tuple[int, int]
+    macs: tuple[int, ...]
+    seconds: tuple[float, ...]
+    peak_memory: tuple[int, ...]
 
 
 @dataclass
@@ -80,7 +81,7 @@ def speeds(teacher: nn.Module, student: nn.Module, sizes: Sequence[int], seconds
                 torch.accelerator.synchronize(device)
 
         times: dict[str, list[float]] = {name: [] for name in models}
-        runs = {name: lambda model=model: run(model) for name, model in models.items()}
+        runs: dict[str, Callable[[], object]] = {name: partial(run, model) for name, model in models.items()}
         for name, call in in_turn(runs, 2 * seconds):
             times[name].append(timed(call))
         macs = tuple(count(model.to('meta'), x.shape).macs for model in models.values())

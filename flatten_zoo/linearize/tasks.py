@@ -69,7 +69,7 @@ class LayersTask(TrainingTask):
             device: Where they are.
         """
         super().__init__(device=device, verbose=False)
-        self.trainable_module = LayerErrors(teacher, student)
+        self.trainable_module: nn.Module = LayerErrors(teacher, student)
 
     def prepare_distributed(self, device_ids: list | None = None, **kwargs: Any) -> 'LayersTask':
         self.trainable_module = DistributedDataParallel(self.trainable_module, device_ids=device_ids, **kwargs)
@@ -136,13 +136,13 @@ class NetworkTask(FeatureDistillationTask):
         """
         super().__init__(student, teacher, task_loss_weight=label_weight, device=device, verbose=False)
         self.temperature = temperature
-        self.eval_model = Agreement(teacher, student)
+        self.agreement = self.eval_model = Agreement(teacher, student)  # timm looks for the latter
 
     def get_checkpoint_state(self, ema: bool = False, unwrap_fn=unwrap_model) -> dict[str, Any]:
-        return {} if ema else {'state_dict': self.eval_model.student.state_dict()}
+        return {} if ema else {'state_dict': self.agreement.student.state_dict()}
 
     def create_evaluator(self, **kwargs: Any) -> AgreementEvaluator | ErrorEvaluator:
-        return self.eval_model.evaluator(self.device, **kwargs)
+        return self.agreement.evaluator(self.device, **kwargs)
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
         scores, features = self.trainable_module(input)

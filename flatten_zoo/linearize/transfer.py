@@ -200,7 +200,7 @@ class Transfer:
     data: Path
     output: Path
     settings: Settings
-    student: nn.Module | None = field(default=None, init=False)
+    student: nn.Module = field(init=False)
     report: Report = field(default_factory=Report, init=False)
 
     def phases(self) -> Iterator[Run]:
@@ -384,7 +384,7 @@ class Transfer:
             log.info('phase %s: %d tensors, at a learning rate of %g', phase, len(chosen), args.lr)
             resumed = from_first(find_resumed(args) if is_first() else None)
             checkpoint = read_saved(resumed) if resumed else None
-            if resumed:
+            if checkpoint:
                 self.student.load_state_dict(select_state_dict(checkpoint, False))
             random_seed(settings.seed + index, rank())  # a start at this phase is like one that comes to it
             device = self.numerics.device

@@ -4,7 +4,7 @@ import argparse
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from timm.optim import create_optimizer_v2, optimizer_kwargs
@@ -28,6 +28,9 @@ __all__ = [
     'share_gradients',
     'updates_per_epoch',
 ]
+
+
+Task = TypeVar('Task', bound=TrainingTask)
 
 
 @dataclass(frozen=True)
@@ -156,9 +159,7 @@ def build_task(args: argparse.Namespace, model: nn.Module, device: torch.device)
     return share_gradients(args, task, model, device)
 
 
-def share_gradients(
-    args: argparse.Namespace, task: TrainingTask, model: nn.Module, device: torch.device
-) -> TrainingTask:
+def share_gradients(args: argparse.Namespace, task: Task, model: nn.Module, device: torch.device) -> Task:
     """The task, where there are several processes joined to those of the others; its model learns from all of them."""
     if world_size() > 1:
         lay_out_gradients(model)
