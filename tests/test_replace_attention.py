@@ -196,6 +196,8 @@ def test_unknown_networks_and_attentions_are_refused():
         replace_attention(type('OwnViT', (VisionTransformer,), {})(img_size=32, embed_dim=48, depth=1, num_heads=3))
     with pytest.raises(ValueError, match='FlattenViT.*attn_types'):
         replace_attention(timm.create_model('flatten_deit_t', img_size=32, depth=1))
+    with pytest.raises(ValueError, match='patch_drop_rate=0'):
+        replace_attention(create_vit('eva02_tiny_patch14_224', patch_drop_rate=0.5)[0])
     for name in SMALL:
         with pytest.raises(ValueError, match='cannot replace|cannot convert'):
             replace_attention(replace_attention(create(name)))
@@ -229,7 +231,9 @@ VITS = {  # by name, with what is different
     'eva02_tiny_patch14_224': {},
     'eva02_base_patch14_224': {},  # separate projections, norm before the last one
     'vit_small_patch16_dinov3': dict(dynamic_img_size=False),
+    'post_norm_patch14': dict(name='eva02_tiny_patch14_224', use_post_norm=True),
     'vit_base_patch16_rope_mixed_ape_224': {},
+    'vit_medium_patch16_rope_reg1_gap_256': {},  # AttentionRope
     'beit_base_patch16_224': {},
     'beitv2_base_patch16_224': {},
 }
@@ -416,6 +420,8 @@ def test_any_size_gives_what_a_network_for_that_size_gives(name, where):
     assert len(kept) == len(recomputed) and all(torch.equal(a, b) for a, b in zip(kept, recomputed, strict=True))
 
     model.eval().set_grad_checkpointing(False)
+    with pytest.raises(ValueError, match='attn_mask'):
+        model(x[0], is_causal=True)
     with pytest.raises(ValueError, match='forward_features'):
         model.blocks[1](torch.randn(2, 24, 48).double())
 
@@ -434,6 +440,8 @@ def test_any_size_in_one_graph(name):
         x = images(*size).double()
         torch.testing.assert_close(program(x), model(x))
     torch.testing.assert_close(compiled(x), model(x))
+    traced = create_feature_extractor(model, ['blocks.0'])(x)['blocks.0']
+    torch.testing.assert_close(model.norm(traced), model.forward_features(x))
     model.train().set_grad_checkpointing()
     compiled(images(6, 3).double()).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
