@@ -231,7 +231,9 @@ VITS = {  # by name, with what is different
     'eva02_tiny_patch14_224': {},
     'eva02_base_patch14_224': {},  # separate projections, norm before the last one
     'vit_small_patch16_dinov3': dict(dynamic_img_size=False),
+    'post_norm_patch14': dict(name='eva02_tiny_patch14_224', use_post_norm=True),
     'vit_base_patch16_rope_mixed_ape_224': {},
+    'vit_medium_patch16_rope_reg1_gap_256': {},  # AttentionRope
     'beit_base_patch16_224': {},
     'beitv2_base_patch16_224': {},
 }

@@ -135,6 +135,9 @@ def replace_attention(
     attention, and is dropped: its dropout, the relative position bias of Swin and BEiT, and the temperature of Swin V2,
     whose queries and keys keep their norm of 1; biases and temperatures that were trained are mentioned in the log.
 
+    timm then knows the network as a 'linearized' one, with what was done among its arguments
+    (`timm.models.get_model_args`), so that whatever is saved of it rebuilds it, where `flatten_zoo` is imported.
+
     Refused, with the reason: XCiT, MaxViT, CaiT, LeViT, ConViT, MViTv2, CoaT, EfficientViT, NaFlexViT, SAM's ViT; the
     blocks of a ViT that take the difference of two attentions; ViTs that drop patches; and whatever is not named here.
 

@@ -81,7 +81,7 @@ def open_model(
                 checkpoint, name, use_ema=None, zoo_only=False, allow_non_finite=True, adapt=True, **size
             )
             return model.eval(), checkpoint.name
-        model = create_model(str(name), pretrained=pretrained, **size).eval()
+        model = create_model(name or '', pretrained=pretrained, **size).eval()
     if not pretrained:
         return model, 'untrained'
     tag = model.pretrained_cfg.get('tag') or ''
