@@ -315,7 +315,7 @@ def test_continues_where_it_ended(tmp_path, images, monkeypatch, calls):
         ('--budget 5', '--budget 5: at 160 pixels the network costs'),
         ('--budget-size 5', '--budget-size 5: needs --budget'),
         ('--attention-where 0-1,9', 'where must be indices from 0 to'),
-        ('--attention-where x', '--attention-where x: must be indices'),
+        ('--attention-where x', "--attention-where 'x': must be indices"),
         ('--label-weight 1', '--label-weight 1: the network has 1000 classes, and'),
         ('--data nowhere', "--data 'nowhere': there is no such folder"),
         ('--scale 1 0.5', '--scale 1.0 0.5: must be the least and the most'),
