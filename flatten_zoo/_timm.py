@@ -13,6 +13,7 @@ from timm.models._hub import (
     get_cache_dir,  # where timm keeps files of `pretrained=True`
     load_model_config_from_path,  # public for addresses of the Hub alone
 )
+from timm.models._input import update_model_args  # what a changed network is to be built with again
 from timm.models._manipulate import MATCH_PREV_GROUP  # `group_matcher`: with the layer before
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     'generate_readme',
     'get_cache_dir',
     'load_model_config_from_path',
+    'update_model_args',
 ]

@@ -38,6 +38,7 @@ def complexity(parser: argparse.ArgumentParser) -> Command:
         metavar='N',
         help="sides of the image or map (default: the model's own; with --plot also two to four times that)",
     )
+    _attention_arguments(parser, 'compare each model with what it is with this linear attention')
     parser.add_argument('--stages', action='store_true', help='each stage of the models, by itself')
     parser.add_argument('--format', choices=['text', 'csv'], default='text', help='of what is printed (default: text)')
     parser.add_argument('--plot', type=Path, metavar='FILE', help='draw cost against resolution')
@@ -62,7 +63,7 @@ def complexity(parser: argparse.ArgumentParser) -> Command:
         if args.table:
             print(as_table(*PAPER_TABLES[args.table]()))
             return
-        comparisons = comparison.compare_all(args.names, args.img_size, args.plot, args.stages)
+        comparisons = comparison.compare_all(_with_attention(args), args.img_size, args.plot, args.stages)
         print(as_table(*comparison.comparison_table(comparisons, exact=args.format == 'csv')))
         if args.format == 'text' and any(c.closed_form for c in comparisons):
             print(comparison.MEMORY_NOTE, file=sys.stderr)
@@ -97,7 +98,7 @@ def convert(parser: argparse.ArgumentParser) -> Command:
         from . import weights
 
         model = weights.load_model(
-            args.source, args.model, args.use_ema, dict(args.model_kwargs), allow_non_finite=args.allow_non_finite
+            args.source, _model(args), args.use_ema, dict(args.model_kwargs), allow_non_finite=args.allow_non_finite
         )
         weights.write_weights(model, args.output, official=args.to == 'official')
         print(f'wrote {args.output}')
@@ -120,7 +121,7 @@ def push(parser: argparse.ArgumentParser) -> Command:
         from . import weights
 
         finite = {'allow_non_finite': args.allow_non_finite}
-        arguments = args.source, args.repo, args.model, args.use_ema, dict(args.model_kwargs)
+        arguments = args.source, args.repo, _model(args), args.use_ema, dict(args.model_kwargs)
         with weights.hub_folder(*arguments, **finite) as folder:
             if args.dry_run:
                 print(weights.dry_run(folder, args.repo, args.private, **finite))
@@ -138,6 +139,7 @@ def _checkpoint_arguments(parser: argparse.ArgumentParser, metavar: str, help: s
         help='model of the checkpoint, with its tag if these are the released weights '
         '(default: what a checkpoint of train.py says)',
     )
+    _attention_arguments(parser)
     parser.add_argument('--use-ema', action='store_true', help='take the averaged (EMA) weights')
     parser.add_argument(
         '--model-kwargs',
@@ -150,6 +152,30 @@ def _checkpoint_arguments(parser: argparse.ArgumentParser, metavar: str, help: s
     parser.add_argument(
         '--allow-non-finite', action='store_true', help='take weights that are infinite or not a number too'
     )
+
+
+def _attention_arguments(
+    parser: argparse._ActionsContainer, help: str = 'give the model this linear attention, after weights are loaded'
+) -> None:
+    parser.add_argument('--attention', choices=['focused_linear', 'efficient'], help=help)
+    parser.add_argument(
+        '--attention-where', metavar='N,N-N', help='blocks or stages that get it, as in 0-5 or 0-3,8 (default: all)'
+    )
+
+
+def _model(args: argparse.Namespace) -> Any:
+    """The model that the options name, with the attention that they give it."""
+    from .models.linearized import with_attention
+
+    return with_attention(args.model, args.attention, args.attention_where)
+
+
+def _with_attention(args: argparse.Namespace) -> list[str]:
+    """The models that the options name, each beside what it is with other attention if they say so."""
+    from .models.linearized import with_attention
+
+    names = ((name, with_attention(name, args.attention, args.attention_where)) for name in args.names)
+    return list(dict.fromkeys(name for pair in names for name in pair))
 
 
 def _key_value(text: str) -> tuple[str, object]:
@@ -176,13 +202,14 @@ def list_models(parser: argparse.ArgumentParser) -> Command:
 def info(parser: argparse.ArgumentParser) -> Command:
     """Show a model's configuration, where its weights come from, what of them is cached, and the reported accuracy."""
     parser.add_argument('model', metavar='MODEL', help='model name, with or without a tag')
+    _attention_arguments(parser)
 
     def run(args: argparse.Namespace) -> None:
         from . import weights
         from .weights.open import check_model_name
 
         check_model_name(args.model)
-        for what, how in weights.describe(args.model):
+        for what, how in weights.describe(_model(args)):
             print(f'{what:<20}{how}')
 
     return run
@@ -202,6 +229,7 @@ def visualize(parser: argparse.ArgumentParser) -> Command:
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument('--checkpoint', type=Path, metavar='FILE', help='load the weights of this file')
     weights.add_argument('--pretrained', action='store_true', help='load the released weights (default: none)')
+    _attention_arguments(parser)
     parser.add_argument('--layer', metavar='NAME', help='attention layer (default: the last one with something to see)')
     parser.add_argument('--head', type=int, default=0, metavar='N', help='head of the attention (default: 0)')
     parser.add_argument(
@@ -229,7 +257,7 @@ def visualize(parser: argparse.ArgumentParser) -> Command:
         points = [tuple(point) for point in args.query] if args.query else DEFAULT_POINTS
         drawn = render(
             args.image,
-            args.model,
+            _model(args),
             args.output,
             args.save_arrays,
             args.layer,
@@ -256,6 +284,7 @@ def export(parser: argparse.ArgumentParser) -> Command:
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument('--checkpoint', type=Path, metavar='FILE', help='load the weights of this file')
     weights.add_argument('--pretrained', action='store_true', help='load the released weights (default: none)')
+    _attention_arguments(parser)
     parser.add_argument(
         '--task',
         choices=['classification', 'features'],
@@ -301,7 +330,7 @@ def export(parser: argparse.ArgumentParser) -> Command:
 
         check_output(args.output, args.format, args.force)
         model, weights = open_model(
-            args.model, args.img_size, args.dynamic in ('size', 'both'), args.pretrained, args.checkpoint
+            _model(args), args.img_size, args.dynamic in ('size', 'both'), args.pretrained, args.checkpoint
         )
         difference = export(
             model,
@@ -353,6 +382,7 @@ def predict(parser: argparse.ArgumentParser) -> Command:
         help='load the weights of this file, or of the best checkpoint in this output folder of train.py; --model is '
         'needed only where the file does not say which it is of',
     )
+    _attention_arguments(group)
     group.add_argument(
         '--img-size', nargs='+', type=int, metavar='N', help="side, or height and width (default: the model's own)"
     )
@@ -390,6 +420,87 @@ def predict(parser: argparse.ArgumentParser) -> Command:
     def run(args: argparse.Namespace) -> int:
         from .predict.command import run
 
+        args.model = _model(args)
+        return run(args)
+
+    return run
+
+
+def linearize(parser: argparse.ArgumentParser) -> Command:
+    """Give a trained network linear attention that keeps what it knows, from images without labels.
+
+    First every converted attention learns to give what the network's own gives for the same input; then the whole
+    network learns its features and class scores. The same command again continues. On several GPUs: torchrun … -m
+    flatten_zoo linearize …
+    """
+    parser.set_defaults(announcement='linearizing {model}')
+    parser.add_argument(
+        'model', metavar='MODEL', help='any model name of timm, or an address such as hf-hub:account/name'
+    )
+    parser.argument_default = argparse.SUPPRESS  # what is not given is left to `linearize.Settings`
+    parser.add_argument('--checkpoint', type=Path, metavar='FILE', help='its weights (default: the released ones)')
+    parser.add_argument(
+        '--data',
+        required=True,
+        metavar='FOLDER',
+        help='images, of which every tenth is held out; or a folder with those of train and validation',
+    )
+    parser.add_argument('-o', '--output', required=True, metavar='FOLDER', help='for the network and the report')
+    parser.add_argument(
+        '--img-size', nargs='+', type=int, metavar='N', help='side, or height and width (default: its own)'
+    )
+    group = parser.add_argument_group('which attention')
+    _attention_arguments(group, 'linear attention to give it (default: focused_linear)')
+    group.add_argument(
+        '--keep',
+        type=int,
+        metavar='N',
+        help='leave softmax in N of these, in which linear attention errs most (default: 0)',
+    )
+    group.add_argument(
+        '--budget',
+        type=float,
+        metavar='GMACS',
+        help='in place of that, leave it where the network errs least and costs no more',
+    )
+    group.add_argument(
+        '--budget-size', type=int, metavar='N', help="for images of that side (default: the network's own)"
+    )
+    group = parser.add_argument_group('learning: what is new in each attention; with queries and keys; the network')
+    group.add_argument('--epochs', nargs=3, type=int, metavar='N', help='of each (default: 1 1 2)')
+    group.add_argument('--lr', nargs=3, type=float, metavar='X', help='learning rates (default: 1e-2 1e-3 2e-4)')
+    group.add_argument(
+        '--parameters', choices=['all', 'attention'], help='that the last of them changes (default: all)'
+    )
+    group.add_argument('--temperature', type=float, metavar='T', help='of the class scores (default: 1)')
+    group.add_argument(
+        '--label-weight', type=float, metavar='X', help='of cross-entropy with labels (default: 0, without)'
+    )
+    group.add_argument('-b', '--batch-size', type=int, metavar='N', help='images per batch (default: 64)')
+    group.add_argument(
+        '--no-augment',
+        dest='augment',
+        action='store_false',
+        help='learn from whole images (default: from random crops)',
+    )
+    group.add_argument('--scale', nargs=2, type=float, metavar='X', help='area of the crops (default: 0.35 1)')
+    group.add_argument('--hflip', type=float, metavar='P', help='probability of a mirror image (default: 0.5)')
+    group = parser.add_argument_group('running')
+    group.add_argument(
+        '--amp', nargs='?', const='bfloat16', choices=['bfloat16', 'float16'], help='mixed precision (bfloat16)'
+    )
+    group.add_argument('-j', '--workers', type=int, metavar='N', help='processes that load images (default: 4)')
+    group.add_argument('--device', help='where to run (default: cuda, or the CPU if there is none)')
+    group.add_argument('--seed', type=int, metavar='N', help='random seed (default: 42)')
+    group.add_argument('--log-interval', type=int, metavar='N', help='batches between log lines (default: 50)')
+    group.add_argument(
+        '--sizes', nargs='*', type=int, metavar='N', help='image sizes to compare speed at (default: 224 512 1024)'
+    )
+    group.add_argument('--seconds', type=float, metavar='S', help='to measure each (default: 2)')
+
+    def run(args: argparse.Namespace) -> int:
+        from .linearize.transfer import run
+
         return run(args)
 
     return run
@@ -404,6 +515,7 @@ def bench(parser: argparse.ArgumentParser) -> Command:
     """
     parser.set_defaults(announcement='measuring')
     parser.add_argument('names', nargs='*', metavar='MODEL', help='any model names of timm; the first is the measure')
+    _attention_arguments(parser, 'time beside each model what it is with this linear attention')
     parser.add_argument('--family', metavar='NAME', help="all of the zoo's models of a family, such as swin")
     parser.add_argument(
         '--modes',
@@ -440,6 +552,7 @@ def bench(parser: argparse.ArgumentParser) -> Command:
         if args.loader is None:
             from .bench.command import run
 
+            args.names = _with_attention(args)
             return run(args)
         if changed := [
             name
@@ -503,6 +616,7 @@ COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Command]] = {
     'train': train,
     'validate': validate,
     'visualize': visualize,
+    'linearize': linearize,
     'export': export,
     'bench': bench,
     'run': run,

@@ -2,11 +2,12 @@
 
 import difflib
 import os
+import reprlib
 import sys
 import traceback
 from collections.abc import Callable, Iterable
 
-__all__ = ['UsageError', 'first_line', 'printable', 'report_usage_errors', 'show_traceback', 'unknown_name']
+__all__ = ['UsageError', 'first_line', 'printable', 'report_usage_errors', 'show_traceback', 'shown', 'unknown_name']
 
 
 class UsageError(ValueError):
@@ -23,6 +24,18 @@ class UsageError(ValueError):
 def printable(text: str) -> str:
     """Text on one line, with the characters that steer a terminal as Python writes them."""
     return ''.join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 80
+
+
+def shown(value: object) -> str:
+    """A value as Python writes it, shortened."""
+    try:
+        return _repr.repr(value)
+    except ValueError:  # whole numbers of thousands of digits
+        return f'a {type(value).__name__}'
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:

@@ -27,6 +27,7 @@ from ._torch import get_decompositions
 from .errors import UsageError, first_line
 from .files import write_beside
 from .images import two_sides
+from .models.linearized import base_of, name_of
 from .quantize import agreement, quantize, read_images
 
 __all__ = ['DYNAMIC', 'FORMATS', 'OPSET', 'OPSETS', 'TASKS', 'export']
@@ -163,14 +164,13 @@ def feature_network(model: nn.Module) -> nn.Module:
     Raises:
         UsageError: The model gives no feature maps.
     """
-    architecture = model.pretrained_cfg['architecture']
     try:
         with torch.device('meta'):
-            info = timm.create_model(architecture, features_only=True).feature_info
+            info = timm.create_model(base_of(model), features_only=True).feature_info
         from_the_end = tuple(i - len(info.info) for i in info.out_indices)  # the model may be of another depth
         return FeatureGetterNet(model, out_indices=from_the_end)
     except Exception as e:  # any network of timm's has its own way to have no features
-        raise UsageError(f"--task features: '{architecture}' gives no feature maps: {first_line(e)}") from e
+        raise UsageError(f"--task features: '{name_of(model)}' gives no feature maps: {first_line(e)}") from e
 
 
 def output_names(network: nn.Module) -> list[str]:
@@ -207,7 +207,7 @@ def trace(network: nn.Module, image: torch.Tensor, dynamic: str | None) -> torch
         with _quiet():
             return torch.export.export(network, (image,), dynamic_shapes=shapes)
     except Exception as e:  # it runs the code of any network of timm's on symbols
-        name = _timm_model(network).pretrained_cfg['architecture']
+        name = name_of(_timm_model(network))
         if dynamic in ('size', 'both'):
             raise UsageError(
                 f"--dynamic {dynamic}: the graph of '{name}' depends on the image size; export it for one size, "
@@ -389,7 +389,7 @@ def describe(
             outputs[0]['label_names'] = cfg['label_names']
     packages = ['torch', 'timm', 'flatten_zoo'] + (['onnx', 'onnxscript', 'onnxruntime'] if opset else [])
     return {
-        'model': f'{cfg["architecture"]}.{cfg["tag"]}' if cfg.get('tag') else cfg['architecture'],
+        'model': f'{name_of(model)}.{cfg["tag"]}' if cfg.get('tag') else name_of(model),
         'task': 'classification' if network is model else 'features',
         'input': {
             'name': 'image',

@@ -24,6 +24,8 @@ MEMBERS = {  # of timm's classes, which the zoo overrides, calls or sets where i
     'timm.data.ImageDataset': ('_max_retries',),  # no second image in place of one that cannot be read
     'timm.data.readers.reader_wds.ReaderWds': ('_lazy_init',),  # decides which process reads which part of a stream
     'timm.data.readers.reader_hfids.ReaderHfids': ('_lazy_init',),
+    'timm.models.swin_transformer.SwinTransformerBlock': ('_attn',),  # what a block's linear attention is to give
+    'timm.models.swin_transformer_v2.SwinTransformerV2Block': ('_attn',),
     'timm.models.swin_transformer.SwinTransformer': ('_ref_window_sizes',),  # windows of a Swin with dilated stages
 }
 

@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import HfApi, constants
 from PIL import Image
 
-from flatten_zoo import cli
+from flatten_zoo import cli, replace_attention
 from flatten_zoo.errors import UsageError
 from flatten_zoo.weights import dry_run, load_model, push, save_model, use_hub
 
@@ -183,20 +183,23 @@ def test_what_cannot_be_published(hub, folder):
     assert hub.requests == []
 
 
-@pytest.mark.parametrize('name', SHALLOW)
+@pytest.mark.parametrize('name', [*SHALLOW, 'pvt_v2_b0'])
 def test_transformers(name, hub, tmp_path):
     """The weights, the preprocessing and the class names of a run, from a folder and from the Hub."""
     transformers = pytest.importorskip('transformers')
-    kwargs = SHALLOW[name]
+    kwargs = SHALLOW.get(name, dict(depths=(1, 1, 1, 1), embed_dims=(8, 16, 40, 64)))
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=3, **kwargs).eval()
+    converted = {} if name in SHALLOW else {'attention': 'focused_linear', 'attention_where': '0,2-3'}
+    if converted:
+        replace_attention(model, where=[0, 2, 3])
     names = ['cat', 'dog', 'emu']
     torch.save(
         {
             'arch': name,
             'state_dict': model.state_dict(),
             'label_names': names,
-            'args': {'img_size': 64, 'crop_pct': 0.8, 'mean': [0.1, 0.2, 0.3], 'model_kwargs': kwargs},
+            'args': {'img_size': 64, 'crop_pct': 0.8, 'mean': [0.1, 0.2, 0.3], 'model_kwargs': kwargs, **converted},
         },
         tmp_path / 'last.pth.tar',
     )
@@ -209,6 +212,7 @@ def test_transformers(name, hub, tmp_path):
     assert config['input_size'] == (3, 64, 64) and config['mean'] == [0.1, 0.2, 0.3] and config['crop_pct'] == 0.8
     assert list(loaded.pretrained_cfg['label_names']) == names
     expected = timm.data.create_transform(**config)(image)[None]
+    assert torch.equal(load()(expected), model(expected)) and torch.equal(loaded(expected), model(expected))
     for source in (folder, REPO):
         theirs = transformers.AutoModelForImageClassification.from_pretrained(source).eval()
         pixels = transformers.AutoImageProcessor.from_pretrained(source)(image)['pixel_values']

@@ -19,9 +19,10 @@ from flatten_zoo.training.options.parser import Flag, Number, Options, write_opt
 from .tiny_images import write_images
 
 REFERENCE = Path(__file__).parent / 'reference'
+ATTENTION = {'attention', 'attention_where'}
 OURS = {
-    'train': {'log_tensorboard'},  # what wandb has, and timm's script lacks
-    'validate': {'tta'},  # what train.py has
+    'train': {'log_tensorboard', *ATTENTION},  # what wandb has, and timm's script lacks
+    'validate': {'tta', *ATTENTION},  # what train.py has
 }
 PARSERS = {'train': train_parser, 'validate': validate_parser}
 MORE_SPELLINGS = {'local_rank': '--local-rank'}  # torch's old launcher has it so
@@ -252,6 +253,8 @@ WRONG_INPUT = {
     'std': ['1 2'],
     'model': ['none', 'none/none'],
     'gp': ['none'],
+    'attention': ['focused_linear'],
+    'attention_where': ['0', '0- --attention efficient', '0 --attention efficient'],
     'model_kwargs': ['none', 'none=1'],
     'device': ['none', 'mps', 'cuda:7'],
     'torchcompile': ['none'],

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
-from timm.models import resolve_model_input_args
 from torch import nn
 from tqdm import tqdm
 
 from ..errors import UsageError, first_line
 from ..figures import check_picture_path, save_figure
 from ..models.attention_resnet import OPERATORS
+from ..models.linearized import resolve_arguments
 from ..tables import Table
 from ..weights.open import check_model_name, create_model
 from .counting import Measurement, available_memory, count, peak_memory, training_peak_memory
@@ -72,7 +72,7 @@ def default_size(name: str) -> int:
     if name in OPERATORS:
         return OPERATOR_SIZE
     check_model_name(name)
-    return resolve_model_input_args(name)['pretrained_cfg']['input_size'][-1]
+    return resolve_arguments(name)['pretrained_cfg']['input_size'][-1]
 
 
 def compare_all(

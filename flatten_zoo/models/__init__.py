@@ -7,6 +7,7 @@ from .flatten_deit import FlattenViT
 from .flatten_pvt import FlattenPVT
 from .flatten_pvt_v2 import FlattenPVTv2
 from .flatten_swin import FlattenSwin
+from .linearized import Linearized
 from .replace_attention import replace_attention
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     'FlattenPVTv2',
     'FlattenSwin',
     'FlattenViT',
+    'Linearized',
     'Release',
     'replace_attention',
     'use_hub',

@@ -7,7 +7,6 @@ for its callers, is not for a file to say.
 
 import functools
 import inspect
-import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,9 @@ from timm.models import build_model_with_cfg, load_model_config_from_hf, parse_m
 from torch import nn
 
 from .._timm import load_model_config_from_path
-from ..errors import UsageError, first_line
+from ..errors import UsageError, first_line, shown
+from .linearized import ARGUMENTS, DEFAULT_BASE, Linearized
+from .replace_attention import LINEARIZED
 
 __all__ = [
     'building',
@@ -31,7 +32,6 @@ __all__ = [
     'check_settings',
     'check_size',
     'meta_model',
-    'shown',
 ]
 
 FACTORY = {  # arguments of timm's factory, or of where a network lives
@@ -56,17 +56,6 @@ LARGEST_CONFIG = 2**25  # bytes, or names and characters in it
 CROP_MODES = ('center', 'squash', 'border')
 WEIGHTS = ('.safetensors', '.pth', '.tar', '.bin')
 
-_repr = reprlib.Repr()
-_repr.maxstring = _repr.maxother = 80
-
-
-def shown(value: object) -> str:
-    """A value as Python writes it, shortened."""
-    try:
-        return _repr.repr(value)
-    except ValueError:  # whole numbers of thousands of digits
-        return f'a {type(value).__name__}'
-
 
 def check_model(name: object, source: str) -> None:
     """Refuse a recorded model that is no registered one, such as an address.
@@ -83,12 +72,20 @@ def check_arguments(model_name: str, arguments: Any, source: str) -> None:
     """Refuse what is no argument of a network's constructor, or no plain value within bounds.
 
     Args:
-        model_name: A registered model, with or without a tag.
+        model_name: A registered model, with or without a tag, or a `Linearized` of one.
         arguments: Recorded arguments.
         source: What to call the file and the entry in errors.
     """
     check_plain(arguments, source)
-    known = _constructor_arguments(split_model_name_tag(model_name)[0])
+    if isinstance(model_name, Linearized):
+        arguments = arguments | model_name.arguments
+        model_name = LINEARIZED
+    architecture, known = split_model_name_tag(model_name)[0], set()
+    if architecture == LINEARIZED:
+        base, known = arguments.get('base', DEFAULT_BASE), ARGUMENTS
+        check_model(base, source)
+        architecture = split_model_name_tag(base)[0]
+    known = known | _constructor_arguments(architecture)
     for key in arguments:
         if key not in known:
             raise UsageError(f"{source} records {shown(key)}, which is no argument of the network '{model_name}'")

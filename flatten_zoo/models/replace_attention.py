@@ -14,13 +14,17 @@ from timm.models.swin_transformer_v2 import SwinTransformerV2
 from timm.models.vision_transformer import ParallelScalingBlock, ParallelThingsBlock, VisionTransformer
 from torch import nn
 
+from .._timm import update_model_args
 from ..layers import FocusedLinearCore
 from . import _flatten_swin_v2, flatten_pvt_v2, flatten_swin
 from ._token_attention import EfficientTokenAttention, FocusedTokenAttention, LinearParallelScalingBlock
 from ._token_grids import NETWORKS, GridNetwork, tell_grids
 from .flatten_deit import FlattenViT
 
-__all__ = ['replace_attention']
+__all__ = ['LINEAR_ATTENTIONS', 'LINEARIZED', 'replace_attention']
+
+LINEAR_ATTENTIONS = ('focused_linear', 'efficient')
+LINEARIZED = 'linearized'  # timm's name for networks with other attention, see linearized.py
 
 _logger = logging.getLogger(__name__)
 
@@ -133,6 +137,9 @@ def replace_attention(
     Masks (`attn_mask`, `is_causal`) are refused in the forward pass, and TorchScript cannot take a ViT with focused
     linear attention and `dynamic_img_size`.
 
+    timm then knows the network as a 'linearized' one, with what was done among its arguments
+    (`timm.models.get_model_args`), so that whatever is saved of it rebuilds it, where `flatten_zoo` is imported.
+
     Refused, with the reason: XCiT, MaxViT, CaiT, LeViT, ConViT, MViTv2, CoaT, EfficientViT, NaFlexViT, SAM's ViT; the
     blocks of a ViT that take the difference of two attentions; ViTs that drop patches; and whatever is not named here.
 
@@ -151,8 +158,10 @@ def replace_attention(
     Raises:
         ValueError: The model cannot be converted, and is as it was; the message says why.
     """
-    if attention not in ('focused_linear', 'efficient'):
+    if attention not in LINEAR_ATTENTIONS:
         raise ValueError(f"attention must be 'focused_linear' or 'efficient', got '{attention}'")
+    if getattr(model, 'pretrained_cfg', {}).get('architecture') == LINEARIZED:
+        raise ValueError('cannot convert a network that is converted already; name all its parts at once')
     before = set(model.modules())
     if isinstance(getattr(model, 'feature_info', None), FeatureInfo):
         raise ValueError(
@@ -195,6 +204,14 @@ def replace_attention(
         )
     for module in set(model.modules()) - before:  # the others keep their mode, such as frozen parts in eval mode
         module.training = model.training
+    if getattr(model, 'pretrained_cfg', {}).get('architecture'):  # it was made by its name
+        kwargs = {**({'img_size': img_size} if img_size else {}), **kwargs}
+        _record(
+            model,
+            attention=attention,
+            where=None if where is None else [int(i) for i in where],
+            attention_kwargs=kwargs,
+        )
     return model
 
 
@@ -208,3 +225,10 @@ def _chosen(where: Sequence[int] | None, number: int) -> list[int]:
 def _attn_types(where: Sequence[int] | None, number: int) -> list[str]:
     where = _chosen(where, number)
     return ['linear' if i in where else 'softmax' for i in range(number)]
+
+
+def _record(model: Any, **arguments: Any) -> None:
+    """Have timm know the network as a 'linearized' one with these arguments; None and {} are left out."""
+    base = model.pretrained_cfg['architecture']
+    update_model_args(model, base=base, **{key: value for key, value in arguments.items() if value not in (None, {})})
+    model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, 'architecture': LINEARIZED}

@@ -15,6 +15,7 @@ from torch import nn
 from ..errors import UsageError, first_line, printable
 from ..export import check_onnx_packages, description_of, load_onnx
 from ..images import two_sides
+from ..models.linearized import name_of
 from ..models.recorded import check_settings
 from ..training.continuing import run_checkpoint
 from ..weights import open_model
@@ -105,7 +106,7 @@ def open_network(
         lambda images: _outputs(model, images.to(device), features).float().cpu(),
         config,
         [] if features else class_labels(cfg, model.num_classes),
-        f'{cfg["architecture"]} ({weights})',
+        f'{name_of(model)} ({weights})',
     )
 
 

@@ -24,6 +24,7 @@ from .processes import is_first, until_interrupted, world_size
 __all__ = [
     'Progress',
     'draw_curves',
+    'figure_texts',
     'figures_text',
     'log',
     'log_last_row',
@@ -178,7 +179,7 @@ def trim_summary(summary: Path, epochs: int) -> None:
 
 
 def draw_curves(summary: Path, picture: Path) -> None:
-    """Draw the losses, accuracies and learning rate of every epoch.
+    """Draw the losses, accuracies (or errors of layers, where these were validated) and learning rate of every epoch.
 
     Args:
         summary: The run's `summary.csv`.
@@ -186,9 +187,15 @@ def draw_curves(summary: Path, picture: Path) -> None:
     """
     with summary.open(newline='') as file:
         rows = list(csv.DictReader(file))
+    validated = {'top-1': 'eval_top1', 'top-5': 'eval_top5'}
+    layers = {
+        column.removeprefix('eval_'): column
+        for column in rows[0]
+        if column.startswith('eval_') and column not in ('eval_loss', *validated.values())
+    }
     panels = {
         'loss': {'train': 'train_loss', 'validation': 'eval_loss'},
-        'accuracy / %': {'top-1': 'eval_top1', 'top-5': 'eval_top5'},
+        'error of layers' if layers else 'accuracy / %': layers or validated,
         'learning rate': {'': 'lr'},
     }
     figure = Figure(figsize=(12, 3.6))
@@ -201,15 +208,23 @@ def draw_curves(summary: Path, picture: Path) -> None:
         axes.set(title=title, xlabel='epoch')
         axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         axes.grid(alpha=0.3)
+        if lines is layers:
+            axes.set_yscale('log')
         if len(lines) > 1 and axes.lines:
-            axes.legend()
+            axes.legend(fontsize='small' if lines is layers else None, ncols=-(-len(lines) // 12))
     with write_beside(picture) as temporary:
         figure.savefig(temporary, dpi=110)
 
 
+def figure_texts(figures: Mapping[str, float]) -> dict[str, str]:
+    """Loss and accuracies in words, by name; what else there is, is for the table."""
+    digits = {'loss': 4, 'top1': 2, 'top5': 2}
+    return {name: f'{figures[name]:.{number}f}' for name, number in digits.items() if name in figures}
+
+
 def figures_text(figures: Mapping[str, float]) -> str:
     """Loss and accuracies on one line."""
-    return '  '.join(f'{name} {value:.{4 if name == "loss" else 2}f}' for name, value in figures.items())
+    return '  '.join(f'{name} {text}' for name, text in figure_texts(figures).items())
 
 
 def next_command(folder: Path) -> str:

@@ -6,13 +6,14 @@ import errno
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 from timm.data import Mixup
+from timm.task import TrainingTask
 from timm.task.evaluator import evaluation_sample_limit
 from timm.utils import random_seed, update_summary
 from torch import nn
@@ -21,6 +22,7 @@ from torch.utils.data import IterableDataset
 from tqdm import tqdm
 
 from flatten_zoo.errors import UsageError
+from flatten_zoo.models.linearized import with_attention
 from flatten_zoo.weights.open import load_weights
 
 from .continuing import (
@@ -82,7 +84,7 @@ try:
 except ImportError:  # on Windows
     fcntl = None  # type: ignore[assignment]  # a module elsewhere
 
-__all__ = ['main']
+__all__ = ['Run', 'assemble', 'carry_out', 'main']
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,19 +106,40 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(argv: Sequence[str] | None) -> int:
     """What `main` does, in each of the processes."""
+    return carry_out(_one(argv))
+
+
+def _one(argv: Sequence[str] | None) -> Iterator['Run']:
+    run = prepare(parse(argv))
+    yield run
+    run.report()
+
+
+def carry_out(runs: Iterable['Run'], ideas: Callable[[argparse.Namespace, float], str] = remedies) -> int:
+    """Train runs one after the other, and end well however they end.
+
+    Args:
+        runs: Each is made when those before are done.
+        ideas: What to try against divergence, from a run's options and its learning rate.
+
+    Returns:
+        Exit status, as that of `main`.
+
+    Raises:
+        UsageError: One cannot be made or has diverged, or there is no room for its output.
+    """
     run = None
     try:
-        args = parse(argv)
-        run = prepare(args)
-        with interrupts_between_batches():
-            try:
-                run.train()
-            except Terminated:
-                run.save_recovery()
-                raise
+        for run in runs:
+            with interrupts_between_batches():
+                try:
+                    run.train()
+                except Terminated:
+                    run.save_recovery()
+                    raise
     except Divergence as e:
-        lr = run.settled.lr  # type: ignore[union-attr]  # nothing diverges before there is a run
-        raise UsageError(f'{e}; {remedies(args, lr)}; {what_is_left(run)}') from e
+        assert run is not None  # nothing diverges before there is one
+        raise UsageError(f'{e}; {ideas(run.args, run.settled.lr)}; {what_is_left(run)}') from e
     except OSError as e:
         if e.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -174,7 +197,7 @@ class Run:
     tensorboard: Any = None
 
     def train(self) -> None:
-        """Train every epoch; validate, record and save after each; report at the end."""
+        """Train every epoch; validate, record and save after each."""
         started = time.monotonic()
         first = self.epoch
         for epoch in range(first, self.epochs):
@@ -195,7 +218,6 @@ class Run:
                 tqdm.format_interval(elapsed),
                 tqdm.format_interval(left),
             )
-        self._report()
 
     def save_recovery(self) -> None:
         """Save what the current epoch has come to, if that is more than the last checkpoint has."""
@@ -252,7 +274,8 @@ class Run:
             log_last_row(self.tensorboard, summary)
         draw_curves(summary, self.folder / 'curves.png')
 
-    def _report(self) -> None:
+    def report(self) -> None:
+        """Say what has come out, and where it is."""
         if not is_first():
             return
         if self.saver.best_epoch is not None:
@@ -270,7 +293,6 @@ def prepare(args: argparse.Namespace) -> Run:
     random_seed(args.seed)
     resumed: Path | None = from_first(find_resumed(args) if is_first() else None)
     checkpoint = read_saved(resumed) if resumed else None
-    start = first_epoch(args, checkpoint)
     model = start_model(args, resumed)
     settled = Settled.from_options(args, model.num_classes)
     config = input_config(args, model)
@@ -287,11 +309,53 @@ def prepare(args: argparse.Namespace) -> Run:
     if args.sync_bn and world_size() > 1:
         model = synchronize_batch_norm(model, numerics.device)
     task = build_task(args, model, numerics.device)
+    folder = from_first(output_folder(args, config['input_size'][-1]) if is_first() else None)
+    names = class_names(train_set)
+    run = assemble(args, settled, numerics, model, task, loader, loader_eval, names, folder, resumed, checkpoint)
+    log.info(
+        '%s with %.2f M parameters on %s%s: %s images, %d classes, %s for training and %s for validation',
+        with_attention(args.model, args.attention, args.attention_where),
+        sum(p.numel() for p in model.parameters()) / 1e6,
+        f'{world_size()} × ' if world_size() > 1 else '',
+        numerics.device,
+        ' × '.join(map(str, config['input_size'])),
+        settled.num_classes,
+        size_text(train_set),
+        size_text(eval_set),
+    )
+    return run
+
+
+def assemble(
+    args: argparse.Namespace,
+    settled: Settled,
+    numerics: Numerics,
+    model: nn.Module,
+    task: TrainingTask,
+    loader: Any,
+    loader_eval: Any,
+    label_names: list[str] | None,
+    folder: Path,
+    resumed: Path | None,
+    checkpoint: dict[str, Any] | None,
+) -> Run:
+    """A run of a task that trains a model, which is placed and has the weights to start or go on with.
+
+    Args:
+        args, settled, numerics: Options, and what follows from them.
+        model: What the optimizer changes.
+        task: The model with its loss.
+        loader, loader_eval: Batches.
+        label_names: Names of the classes, if known.
+        folder: Output folder.
+        resumed: Checkpoint that the run continues from.
+        checkpoint: What was read from it.
+    """
+    start = first_epoch(args, checkpoint)
     optimizer = build_optimizer(args, model, settled.lr)
     updates = updates_per_epoch(args, len(loader))
     scheduler, epochs = build_scheduler(args, optimizer, updates, start)
     mixup = mixup_arguments(args, settled.num_classes)
-    folder = from_first(output_folder(args, config['input_size'][-1]) if is_first() else None)
     lock = claim(folder, resumed) if is_first() and os.path.exists(folder) else None
     trainer = Trainer(
         args,
@@ -306,22 +370,11 @@ def prepare(args: argparse.Namespace) -> Run:
     )
     trainer.updates = start * updates
     record = vars(args) | asdict(settled)
-    saver = Checkpoints(trainer, record, class_names(train_set), folder)
+    saver = Checkpoints(trainer, record, label_names, folder)
     run = Run(args, settled, folder, trainer, loader_eval, saver, epochs, start, lock)
     if resumed and checkpoint is not None:
         saver.resume(resumed, checkpoint, start)
     start_output(run, record)
-    log.info(
-        '%s with %.2f M parameters on %s%s: %s images, %d classes, %s for training and %s for validation',
-        args.model,
-        sum(p.numel() for p in model.parameters()) / 1e6,
-        f'{world_size()} × ' if world_size() > 1 else '',
-        numerics.device,
-        ' × '.join(map(str, config['input_size'])),
-        settled.num_classes,
-        size_text(train_set),
-        size_text(eval_set),
-    )
     return run
 
 

@@ -18,6 +18,7 @@ from flatten_zoo.errors import UsageError
 from flatten_zoo.files import write_beside
 from flatten_zoo.models import RELEASES
 from flatten_zoo.models._released import TAG
+from flatten_zoo.models.linearized import with_attention
 from flatten_zoo.weights.open import load_weights
 
 from .continuing import run_checkpoint
@@ -225,7 +226,7 @@ def validate(args: Options) -> dict[str, Any]:
         {} if expected is None else {'expected_top1': expected, 'difference': round(figures['top1'] - expected, 4)}
     )
     return {
-        'model': args.model,
+        'model': with_attention(args.model, args.attention, args.attention_where),
         'checkpoint': args.checkpoint,
         'loss': round(figures['loss'], 4),
         'top1': round(figures['top1'], 4),

@@ -7,6 +7,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from .._timm import generate_readme
 from ..models import RELEASES, Release
 from ..models._released import TAG
+from ..models.linearized import full_name
 
 __all__ = ['REPOSITORY', 'model_card']
 
@@ -38,6 +39,7 @@ CITATIONS = {  # by the first word of a model's name
   year = {2018}
 }""",
 }
+CITED = {'focused_linear': 'flatten', 'efficient': 'ea'}  # for the attention that a network has got
 OFFICIAL_LICENSE = (
     "not known: these weights are the authors', converted to other names; their terms are for the authors to say"
 )
@@ -61,10 +63,11 @@ def model_card(config: dict, parameters: int, name: str) -> str:
         name: Title.
     """
     cfg = config['pretrained_cfg']
-    architecture = config['architecture']
+    architecture, arguments = config['architecture'], config['model_args']
+    called = full_name(architecture, arguments)
     release = RELEASES.get(architecture) if cfg.get('tag') == TAG else None
     details = {
-        'Architecture': f'{architecture}, {parameters / 1e6:.2f} M parameters, {config["num_classes"]} classes',
+        'Architecture': f'{called}, {parameters / 1e6:.2f} M parameters, {config["num_classes"]} classes',
         'Evaluation settings': {
             'input': ' × '.join(map(str, cfg['input_size'])),
             'resize and crop': (
@@ -82,10 +85,10 @@ def model_card(config: dict, parameters: int, name: str) -> str:
         details['Paper'] = f'{cfg["paper_name"]}, {cfg["paper_ids"]}'
     details['License of the weights'] = OFFICIAL_LICENSE if release else OWN_LICENSE
     card = dict(
-        description=f'A {architecture} image classifier for timm and flatten_zoo.',
+        description=f'A {called} image classifier for timm and flatten_zoo.',
         details=details,
         usage=USAGE,
-        citation=CITATIONS[architecture.partition('_')[0]],
+        citation=CITATIONS[CITED.get(arguments.get('attention'), architecture.partition('_')[0])],
     )
     data = ModelCardData(
         tags=['image-classification', 'timm', 'flatten_zoo'],

@@ -5,11 +5,13 @@ from typing import Any
 
 import timm
 from huggingface_hub import try_to_load_from_cache
-from timm.models import PretrainedCfg, get_arch_pretrained_cfgs, get_pretrained_cfg, model_entrypoint
+from timm.models import PretrainedCfg, get_arch_pretrained_cfgs, model_entrypoint
 from torch.overrides import TorchFunctionMode
 
 from ..models import RELEASES
 from ..models._released import TAG, hub_repository
+from ..models.linearized import LINEARIZED, name_of, resolve_arguments
+from ..models.recorded import building
 from .card import accuracy_text
 from .official import cached_files
 
@@ -53,7 +55,8 @@ PARAMETERS = {
 
 def zoo_models() -> list[str]:
     """Names of the zoo's models."""
-    return [name for name in timm.list_models() if model_entrypoint(name).__module__.startswith(f'{PACKAGE}.')]
+    names = timm.list_models(exclude_filters=LINEARIZED)  # which stands for timm's own
+    return [name for name in names if model_entrypoint(name).__module__.startswith(f'{PACKAGE}.')]
 
 
 def list_table() -> tuple[list[str], list[list[str]]]:
@@ -90,13 +93,14 @@ class _Uninitialised(TorchFunctionMode):
 
 def describe(name: str) -> list[tuple[str, str]]:
     """A model in pairs of what and how: its configuration, its weights, what of them is cached, reported accuracy."""
-    cfg: Any = get_pretrained_cfg(name)
-    with _Uninitialised():
-        model = timm.create_model(name, device='meta')
-    release = RELEASES.get(cfg.architecture) if cfg.tag == TAG else None
+    with building(f"'{name}'"), _Uninitialised():
+        arguments = resolve_arguments(name, device='meta')
+        model = timm.create_model(**arguments)
+    cfg: Any = PretrainedCfg(**arguments['pretrained_cfg'])
+    release = RELEASES.get(model.pretrained_cfg['architecture']) if cfg.tag == TAG else None
     settings = cfg.to_dict(remove_source=True)
     facts = [
-        ('model', '.'.join(filter(None, (cfg.architecture, cfg.tag)))),
+        ('model', '.'.join(filter(None, (name_of(model), cfg.tag)))),
         ('parameters', _millions(sum(p.numel() for p in model.parameters()))),
         ('feature maps', ', '.join(f'{f["num_chs"]} at stride {f["reduction"]}' for f in model.feature_info)),
         *(

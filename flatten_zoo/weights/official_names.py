@@ -8,6 +8,7 @@ from timm.models import model_entrypoint
 from torch import nn
 
 from ..errors import UsageError
+from ..models.linearized import name_of
 
 __all__ = ['converted', 'family_of', 'from_official', 'is_official', 'official_name', 'to_official']
 
@@ -28,9 +29,7 @@ def to_official(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     family = family_of(model)
     if not hasattr(family, 'official_state_dict'):
-        raise UsageError(
-            f"--to official: there is no official implementation of '{model.pretrained_cfg['architecture']}'"
-        )
+        raise UsageError(f"--to official: there is no official implementation of '{name_of(model)}'")
     state_dict = model.state_dict()
     for key, value in state_dict.items():
         if key.endswith(POSITIONS) and value.shape[1] != value.shape[2]:
@@ -104,9 +103,7 @@ def _check_fit(
     state_dict: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], model: nn.Module, source: str
 ) -> None:
     if problems := _misfit(state_dict, expected):
-        raise UsageError(
-            f"{source} does not fit the model '{model.pretrained_cfg['architecture']}': {'; '.join(problems)}"
-        )
+        raise UsageError(f"{source} does not fit the model '{name_of(model)}': {'; '.join(problems)}")
 
 
 def _misfit(state_dict: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:

@@ -8,11 +8,12 @@ from typing import Any
 import timm
 import torch
 from timm.data import resolve_data_config
-from timm.models import get_arch_pretrained_cfgs, parse_model_name, resolve_model_input_args, split_model_name_tag
+from timm.models import get_arch_pretrained_cfgs, parse_model_name, split_model_name_tag
 from torch import nn
 
 from ..errors import UsageError, unknown_name
 from ..images import two_sides
+from ..models.linearized import LINEARIZED, Linearized, resolve_arguments, with_attention
 from ..models.recorded import (
     building,
     check_arguments,
@@ -31,6 +32,8 @@ __all__ = ['check_finite', 'check_model_name', 'create_model', 'load_model', 'lo
 
 def check_model_name(name: str) -> None:
     """Raises a `UsageError` where timm knows no such model or tag, or the config.json of an address won't do."""
+    if isinstance(name, Linearized):
+        name = name.arguments['base']
     try:
         source, _ = parse_model_name(name)
     except ValueError as e:
@@ -55,7 +58,8 @@ def open_model(
     """A model in inference mode, and where its weights come from, in words; untrained ones are always the same.
 
     Args:
-        name: Any model name of timm, with or without a tag, or an address; None if the checkpoint says which.
+        name: Any model name of timm, with or without a tag, or an address, or a `Linearized` of these; None if the
+            checkpoint says which.
         img_size: Side, or height and width, of the images; matters to models that are made for one size. The size of
             the checkpoint's run or else the model's own if None.
         dynamic_size: Of models that are made for one size, make one that takes others.
@@ -77,10 +81,11 @@ def open_model(
                 checkpoint, name, use_ema=None, zoo_only=False, allow_non_finite=True, adapt=True, **size
             )
             return model.eval(), checkpoint.name
-        model = create_model(str(name), pretrained=pretrained, **size).eval()
+        model = create_model(name or '', pretrained=pretrained, **size).eval()
     if not pretrained:
         return model, 'untrained'
-    untrained_attention = (model.pretrained_cfg.get('tag') or '').endswith('untrained_attn')
+    tag = model.pretrained_cfg.get('tag') or ''
+    untrained_attention = isinstance(name, Linearized) or tag.endswith('untrained_attn')
     return model, 'pretrained, but the attention untrained' if untrained_attention else 'pretrained'
 
 
@@ -95,7 +100,7 @@ def create_model(
     """`timm.create_model` with errors that a person can act on.
 
     Args:
-        name: Any model name of timm, with or without a tag, or an address.
+        name: Any model name of timm, with or without a tag, or an address, or a `Linearized` of these.
         options: Options of a training script, which say size and channels as timm reads them.
         img_size, dynamic_size: As in `open_model`.
         given: What was asked for besides, for the error.
@@ -106,7 +111,7 @@ def create_model(
     """
     check_model_name(name)
     with building(f"'{name}'{given}"):
-        arguments = resolve_model_input_args(name, options, **kwargs)
+        arguments = resolve_arguments(name, options, **kwargs)
         return timm.create_model(**_for_images(arguments, img_size, dynamic_size))
 
 
@@ -179,17 +184,21 @@ def load_model(
     checkpoint, state_dict, called = _read(source, use_ema)
     file = f"'{source}'"
     # a run that started from released weights records their tag, but its weights are others
-    tag = split_model_name_tag(model_name)[1] if model_name else None
+    tag = split_model_name_tag(model_name)[1] if model_name and not isinstance(model_name, Linearized) else None
     if model_name is None:
         model_name = checkpoint.get('arch')
         if model_name is None:
             raise UsageError(f'{file} does not say which model it is of; name it with --model')
         check_model(model_name, file)
     check_model_name(model_name)
-    if zoo_only and ':' not in model_name and split_model_name_tag(model_name)[0] not in zoo_models():
-        raise UsageError(f"'{model_name}' is no model of the zoo but of timm's own; see `flatten-zoo list`")
     options = checkpoint.get('args')
     options = vars(options) if isinstance(options, argparse.Namespace) else options if isinstance(options, dict) else {}
+    if not isinstance(model_name, Linearized):
+        where = options.get('attention_where')
+        model_name = with_attention(model_name, options.get('attention'), where, source=file)
+    known = isinstance(model_name, Linearized) or split_model_name_tag(model_name)[0] in (*zoo_models(), LINEARIZED)
+    if zoo_only and ':' not in model_name and not known:
+        raise UsageError(f"'{model_name}' is no model of the zoo but of timm's own; see `flatten-zoo list`")
     check_settings(options, file)
     recorded = {}
     if ':' not in model_name:  # an address has its own
@@ -200,14 +209,10 @@ def load_model(
     if not allow_non_finite:
         check_finite(state_dict, file)
     with building(f"'{model_name}' for {file}"):
-        counts = _counts(state_dict, meta_model(model_name=model_name))
-        arguments = resolve_model_input_args(model_name, options, **{**recorded, **(model_kwargs or {}), **counts})
-        cfg = arguments['pretrained_cfg']
-        cfg |= {
-            'tag': tag or None,
-            'label_names': _label_names(checkpoint, arguments['num_classes']),
-            **_evaluation_settings(options, cfg),
-        }
+        recorded |= model_kwargs or {}
+        base = resolve_arguments(model_name, **recorded).get('base', model_name)  # of a linearized model
+        counts = _counts(state_dict, meta_model(model_name=base))
+        arguments = resolve_arguments(model_name, options, **{**recorded, **counts})
         network = meta_model(**arguments)  # held against the file before it takes memory
         check_size(network, Path(source).stat().st_size, file)
         if img_size or dynamic_size:
@@ -216,6 +221,11 @@ def load_model(
         state_dict = from_official(state_dict, network, adapt or bool(img_size), called)
         model = timm.create_model(**arguments)
     model.load_state_dict(state_dict)
+    model.pretrained_cfg |= {
+        'tag': tag or None,
+        'label_names': _label_names(checkpoint, model.num_classes),
+        **_evaluation_settings(options, model.pretrained_cfg),
+    }
     return model
 
 

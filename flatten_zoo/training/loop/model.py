@@ -12,6 +12,7 @@ from timm.models import get_model_traits
 from torch import nn
 
 from flatten_zoo.errors import UsageError, first_line
+from flatten_zoo.models.linearized import with_attention
 from flatten_zoo.models.recorded import check_size
 from flatten_zoo.weights.open import check_model_name, create_model
 
@@ -69,6 +70,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 _SHAPING = (
+    'attention',
+    'attention_where',
     'num_classes',
     'gp',
     'img_size',
@@ -102,7 +105,7 @@ def build_model(args: argparse.Namespace, pretrained: bool, **kwargs: Any) -> nn
     if args.fast_norm:
         set_fast_norm()
     return create_model(
-        args.model,
+        with_attention(args.model, args.attention, args.attention_where),
         vars(args),
         given=as_given(args, *_SHAPING),
         pretrained=pretrained,

@@ -4,13 +4,13 @@ import argparse
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from timm.optim import create_optimizer_v2, optimizer_kwargs
 from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 from timm.scheduler.scheduler import Scheduler
-from timm.task import ClassificationTask
+from timm.task import ClassificationTask, TrainingTask
 from torch import nn
 
 from flatten_zoo.errors import UsageError, first_line
@@ -25,8 +25,12 @@ __all__ = [
     'build_scheduler',
     'build_task',
     'mixup_arguments',
+    'share_gradients',
     'updates_per_epoch',
 ]
+
+
+Task = TypeVar('Task', bound=TrainingTask)
 
 
 @dataclass(frozen=True)
@@ -152,6 +156,11 @@ def build_task(args: argparse.Namespace, model: nn.Module, device: torch.device)
         task.compile(backend=args.torchcompile, mode=args.torchcompile_mode)
         if args.model_ema and not args.model_ema_force_cpu:
             task.compile_ema(backend=args.torchcompile, mode=args.torchcompile_mode)
+    return share_gradients(args, task, model, device)
+
+
+def share_gradients(args: argparse.Namespace, task: Task, model: nn.Module, device: torch.device) -> Task:
+    """The task, where there are several processes joined to those of the others; its model learns from all of them."""
     if world_size() > 1:
         lay_out_gradients(model)
         task.prepare_distributed(

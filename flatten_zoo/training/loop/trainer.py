@@ -20,7 +20,7 @@ from flatten_zoo.errors import UsageError
 
 from ..continuing import Position, TrainingState, random_state, set_random_state
 from ..processes import distribute_batch_norm, is_first, total, world_size
-from ..report import Progress
+from ..report import Progress, figure_texts
 from .optimization import Numerics
 
 __all__ = ['Divergence', 'Trainer', 'check_weights', 'evaluate', 'remedies']
@@ -255,8 +255,7 @@ def evaluate(
             output = output.float().unflatten(0, images.shape[:2]).mean(1)
         evaluator.update(output, target.to(numerics.device, non_blocking=True))
         if progress.advance(len(images)):
-            figures = evaluator.summary()
-            progress.show(loss=f'{figures["loss"]:.4f}', top1=f'{figures["top1"]:.2f}', top5=f'{figures["top5"]:.2f}')
+            progress.show(**figure_texts(evaluator.summary()))
     if not total(evaluator.num_samples)[0]:
         raise UsageError(f'{label}: no image can be read')
     return evaluator.compute(distributed=world_size() > 1)

@@ -14,8 +14,9 @@ from timm.optim import list_optimizers
 from timm.utils.distributed import is_distributed_env
 from torch import nn
 
-from flatten_zoo.errors import UsageError, first_line, unknown_name
-from flatten_zoo.models.recorded import check_arguments, check_model, check_settings, shown
+from flatten_zoo.errors import UsageError, first_line, shown, unknown_name
+from flatten_zoo.models.linearized import with_attention
+from flatten_zoo.models.recorded import check_arguments, check_model, check_settings
 
 from .definitions import train_parser
 from .parser import OptionParser, flag, read_options_file
@@ -65,6 +66,7 @@ def recorded_options(folder: Path, option: str, parser: OptionParser, named: arg
     check_settings(run, source)
     if timm.is_model(split_model_name_tag(model)[0]):
         arguments = {**run.get('model_kwargs', {}), 'global_pool': run.get('gp')}
+        model = with_attention(model, run.get('attention'), run.get('attention_where'), source)
         check_arguments(model, arguments, f'{source}: model_kwargs')
     return run
 

@@ -194,6 +194,15 @@ def _model_options(parser: OptionParser) -> None:
 
 
 def _head_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        '--attention',
+        type=str,
+        choices=('focused_linear', 'efficient'),
+        help='give the model this linear attention, after its released weights are loaded',
+    )
+    group.add_argument(
+        '--attention-where', type=str, metavar='N,N-N', help='blocks or stages that get it, as in 0-5 or 0-3,8; or all'
+    )
     group.add_argument('--num-classes', type=COUNT, metavar='N', help="classes; the model's own number if not given")
     group.add_argument('--gp', type=str, metavar='TYPE', help='global pooling: fast, avg, max, avgmax, …')
     group.add_argument('--fast-norm', action='store_true', help="timm's fast norm layers where they exist")

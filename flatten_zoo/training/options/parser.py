@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 import yaml
 from timm.utils import ParseKwargs
 
-from flatten_zoo.errors import UsageError, unknown_name
+from flatten_zoo.errors import UsageError, shown, unknown_name
 from flatten_zoo.files import write_beside
-from flatten_zoo.models.recorded import check_plain, shown
+from flatten_zoo.models.recorded import check_plain
 
 __all__ = [
     'KeyValues',
