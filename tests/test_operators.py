@@ -8,9 +8,11 @@ import torch.fx.experimental._config as export_config
 
 from flatten_zoo import InterlacedSparseAttention, NonLocalAttention
 
-from .operators import SMALL, Maps, in_dtype, output_and_gradients, relative_error
+from .operators import CONTEXT, SMALL, Maps, in_dtype, output_and_gradients, relative_error
 
-operators = pytest.mark.parametrize('make', SMALL.values(), ids=SMALL)
+ALL = {**SMALL, **CONTEXT}
+operators = pytest.mark.parametrize('make', ALL.values(), ids=ALL)
+with_zero_init_last = pytest.mark.parametrize('make', SMALL.values(), ids=SMALL)
 
 
 @operators
@@ -99,7 +101,7 @@ def test_half_precision_makes_no_map_in_float32(make):
     assert not maps.operations
 
 
-@operators
+@with_zero_init_last
 @pytest.mark.parametrize('training', [False, True])
 def test_starts_as_the_identity_and_learns(make, training):
     torch.manual_seed(0)
