@@ -27,13 +27,13 @@ SMALL = {
     'issa': lambda **kw: InterlacedSparseAttention(16, 8, 8, **kw),
 }
 
-ZERO_STARTS = {'alpha', 'beta', 'gamma', 'norm.weight'}
+ZERO_STARTS = ('alpha', 'beta', 'gamma', 'norm.weight')
 
 
 def opened(module: nn.Module) -> nn.Module:
     """The module with the factors at one that are zero at the start."""
     for name, parameter in module.named_parameters():
-        if name in ZERO_STARTS:
+        if name.endswith(ZERO_STARTS):
             nn.init.ones_(parameter)
     return module
 

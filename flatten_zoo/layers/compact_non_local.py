@@ -11,7 +11,7 @@ __all__ = ['CompactGeneralizedNonLocal']
 
 torch.fx.wrap('check_dimensions')
 
-GAMMA = 1e-4  # γ of the kernel in the official code
+_GAMMA = 1e-4  # γ of the kernel in the official code
 
 
 class CompactGeneralizedNonLocal(nn.Module):
@@ -52,6 +52,7 @@ class CompactGeneralizedNonLocal(nn.Module):
                 raise ValueError(f'{name} {value} must be divisible by groups {groups}')
         self.groups = groups
         self.order = order
+        self.root, self.beta = math.sqrt(2 * _GAMMA), math.exp(-2 * _GAMMA)
         dd = {'device': device, 'dtype': dtype}
         self.theta = nn.Conv2d(dim, hidden_dim, 1, bias=False, **dd)
         self.phi = nn.Conv2d(dim, hidden_dim, 1, bias=False, **dd)
@@ -69,15 +70,14 @@ class CompactGeneralizedNonLocal(nn.Module):
 
     def attend(self, theta: torch.Tensor, phi: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
         """y / √m, as B × groups × m like all three."""
-        root = math.sqrt(2 * GAMMA)
-        theta, phi, g = theta * root, phi * root, g * (math.exp(-2 * GAMMA) * g.shape[2] ** -0.5)
+        theta, phi, g = theta * self.root, phi * self.root, g * (self.beta * g.shape[2] ** -0.5)
         sums = [g.sum(dim=2, keepdim=True)]
         for p in range(1, self.order + 1):
             g = g * phi
             sums.append(g.sum(dim=2, keepdim=True) / math.factorial(p))
-        y = sums[-1]
-        for total in sums[-2::-1]:  # the polynomial in θ, from its highest power down
-            y = y * theta + total
+        y = sums[self.order]
+        for p in range(self.order - 1, -1, -1):  # the polynomial in θ, from its highest power down
+            y = y * theta + sums[p]
         return y
 
     def _split(self, x: torch.Tensor) -> torch.Tensor:

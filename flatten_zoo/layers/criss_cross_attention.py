@@ -53,13 +53,21 @@ class RecurrentCrissCrossAttention(nn.Module):
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Σ_i A_{i,u} V_{i,u}, as B×C×H×W like all three."""
-        # a matrix for each row, B × H × W × channels, and one for each column, B × W × H × channels
-        q_rows, k_rows, v_rows = q.permute(0, 2, 3, 1), k.permute(0, 2, 3, 1), v.permute(0, 2, 3, 1)
-        q_cols, k_cols, v_cols = q.permute(0, 3, 2, 1), k.permute(0, 3, 2, 1), v.permute(0, 3, 2, 1)
-        own = torch.eye(q.shape[2], dtype=torch.bool, device=q.device)  # which its row has already
-        along_col = (q_cols @ k_cols.transpose(2, 3)).masked_fill(own, float('-inf'))
-        along_row = q_rows @ k_rows.transpose(2, 3)
+        # a matrix for each row, (B · H) × W × channels, and one for each column, (B · W) × H × channels
+        q_rows, k_rows, v_rows = [_matrices(y.permute(0, 2, 3, 1)) for y in (q, k, v)]
+        q_cols, k_cols, v_cols = [_matrices(y.permute(0, 3, 2, 1)) for y in (q, k, v)]
+        b, h, w = q.shape[0], q.shape[2], q.shape[3]
+        own = torch.eye(h, dtype=torch.bool, device=q.device)  # which its row has already
+        along_row = torch.bmm(q_rows, k_rows.transpose(1, 2)).unflatten(0, [b, h])
+        along_col = torch.bmm(q_cols, k_cols.transpose(1, 2)).masked_fill(own, float('-inf')).unflatten(0, [b, w])
         weights = torch.cat([along_row, along_col.transpose(1, 2)], dim=3).softmax(dim=3)
-        row, col = weights.split([q.shape[3], q.shape[2]], dim=3)
-        y = row @ v_rows + (col.transpose(1, 2) @ v_cols).transpose(1, 2)
-        return y.permute(0, 3, 1, 2)
+        row, col = weights.split([w, h], dim=3)
+        from_row = torch.bmm(_matrices(row), v_rows).unflatten(0, [b, h])
+        from_col = torch.bmm(_matrices(col.transpose(1, 2)), v_cols).unflatten(0, [b, w])
+        return (from_row + from_col.transpose(1, 2)).permute(0, 3, 1, 2)
+
+
+def _matrices(x: torch.Tensor) -> torch.Tensor:
+    """One matrix after the other, from the last two of four dimensions."""
+    # not flatten() alone, whose look at the strides would tie an exported graph to the sizes it saw
+    return x.clone(memory_format=torch.contiguous_format).flatten(0, 1)

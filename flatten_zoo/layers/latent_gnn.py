@@ -23,9 +23,10 @@ class LatentGNN(nn.Module):
         latent to latent     Z' = A Z       A = softmax(Ẑ Ẑᵀ), Ẑ the nodes normalised
         latent to visible    Y = Ψ₂ᵀ Z'     Ψ₂ = ψ₂(X₂), each position's column normalised over the nodes
 
-    where ψ is a 1×1 convolution with batch norm and ReLU to d channels, and normalised is divided by the Euclidean norm:
-    the form that the official code calls asymmetric. Several such kernels of their own d are a mixture: their outputs
-    are concatenated. The output is X + γ W(Y), W a 1×1 convolution with batch norm, γ = 0 at the start.
+    where ψ is a 1×1 convolution with batch norm and ReLU to d channels, and normalised is divided by the Euclidean
+    norm, or by 0.001 where that is larger: the form that the official code calls asymmetric. Several such kernels of
+    their own d are a mixture: their outputs are concatenated. The output is X + γ W(Y), W a 1×1 convolution with batch
+    norm, γ = 0 at the start.
 
     Maps B×C×H×W to the same shape. Time and memory are linear in n.
 
@@ -39,12 +40,7 @@ class LatentGNN(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        hidden_dim: int | None = None,
-        latent_dims: Sequence[int] = (100,),
-        device=None,
-        dtype=None,
+        self, dim: int, hidden_dim: int | None = None, latent_dims: Sequence[int] = (100,), device=None, dtype=None
     ):
         super().__init__()
         hidden_dim = max(dim // 4, 1) if hidden_dim is None else hidden_dim
@@ -88,15 +84,14 @@ class LatentKernel(nn.Module):
     def forward(self, x1: torch.Tensor, x2: torch.Tensor) -> torch.Tensor:
         to_latent = _normalize(self.psi_v2l(x1).flatten(2), 2)
         to_visible = _normalize(self.psi_l2v(x2).flatten(2), 1)
-        z = to_latent @ x1.flatten(2).transpose(1, 2)
+        z = torch.bmm(to_latent, x1.flatten(2).transpose(1, 2))
         nodes = _normalize(z, 2)
-        z = (nodes @ nodes.transpose(1, 2)).softmax(dim=2) @ z
-        return (z.transpose(1, 2) @ to_visible).unflatten(2, x1.shape[2:])
+        z = torch.bmm(torch.bmm(nodes, nodes.transpose(1, 2)).softmax(dim=2), z)
+        return torch.bmm(z.transpose(1, 2), to_visible).unflatten(2, x1.shape[2:])
 
 
 def _normalize(x: torch.Tensor, dim: int) -> torch.Tensor:
-    # the smallest norm is one by which half precision can divide, there and back
-    return F.normalize(x, dim=dim, eps=1e-3)
+    return F.normalize(x, dim=dim, eps=1e-3)  # by which half precision can divide, there and back
 
 
 def _conv_norm(dim: int, out_dim: int, device=None, dtype=None) -> list[nn.Module]:
