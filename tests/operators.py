@@ -30,10 +30,10 @@ SMALL = {
 ZERO_STARTS = ('alpha', 'beta', 'gamma', 'norm.weight')
 
 
-def opened(module: nn.Module) -> nn.Module:
-    """The module with the factors at one that are zero at the start."""
+def opened(module: nn.Module, names: tuple[str, ...] = ZERO_STARTS) -> nn.Module:
+    """The module with parameters at one that are zero at the start."""
     for name, parameter in module.named_parameters():
-        if name.endswith(ZERO_STARTS):
+        if name.endswith(names):
             nn.init.ones_(parameter)
     return module
 
@@ -44,7 +44,10 @@ CONTEXT = {
     'danet': lambda **kw: opened(DualAttention(16, 4, **kw)),
     'rcca': lambda **kw: opened(RecurrentCrissCrossAttention(16, 4, **kw)),
     'cgnl': lambda **kw: opened(CompactGeneralizedNonLocal(16, 8, groups=2, **kw)),
-    'latent_gnn': lambda **kw: opened(LatentGNN(16, 8, latent_dims=(5, 3), **kw)),
+    # with open nodes: a position at which all are zero has no direction
+    'latent_gnn': lambda **kw: opened(
+        LatentGNN(16, 8, latent_dims=(5, 3), **kw), (*ZERO_STARTS, 'psi_v2l.1.bias', 'psi_l2v.1.bias')
+    ),
 }
 
 
