@@ -147,7 +147,7 @@ def test_plot(tmp_path, capsys):
         (['--table', 'stereo', '--plot', 'cost.png'], '--table stereo has the sizes of its paper and is not drawn'),
         (['--table', 'issa-efficiency', '--stages'], '--stages is for models: leave it out with --table'),
         (['--table', 'issa-efficiency', '--img-size', '0'], '--img-size must be positive, got 0'),
-        (['--table', 'issa-efficiency', '--img-size', '8', '4096'], "'self' at size 4096 needs"),
+        (['--table', 'issa-efficiency', '--img-size', '8', '4096'], "'issa' at size 4096 needs"),
         (['ea_resnet500'], "unknown model 'ea_resnet500'; did you mean"),
         (['nl', '--img-size', '2048'], "'nl' at size 2048 needs"),
         (['ea', '--plot', 'cost.xyz'], "cannot write a picture to 'cost.xyz'"),
