@@ -162,7 +162,9 @@ def test_pyramid_pooling(h, w, bins):
             high, part = (low + 1).clamp(max=size - 1), (at - low).view(-1, *[1] * (3 - dim))
             y = y.index_select(dim, low) * (1 - part) + y.index_select(dim, high) * part
         expected.append(y)
-    torch.testing.assert_close(module(x), torch.cat(expected, 1), rtol=1e-9, atol=1e-9)
+    expected = torch.cat(expected, 1)
+    assert expected.shape[1] == module.out_dim
+    torch.testing.assert_close(module(x), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize('make', CONTEXT.values(), ids=CONTEXT)

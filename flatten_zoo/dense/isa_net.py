@@ -66,7 +66,8 @@ def context_head(context: str, dim: int, group_size: int | tuple[int, int] = 8, 
     if context == 'aspp':
         head = nn.Sequential(ASPP(dim, (12, 24, 36), 256))
     elif context == 'ppm':
-        head = nn.Sequential(PyramidPooling(dim), *_conv_norm_act(2 * dim, 512, 3), nn.Dropout2d(drop_rate))
+        pooling = PyramidPooling(dim)
+        head = nn.Sequential(pooling, *_conv_norm_act(pooling.out_dim, 512, 3), nn.Dropout2d(drop_rate))
     else:
         block = _CONTEXT_BLOCKS[context](512, group_size)
         head = nn.Sequential(*_conv_norm_act(dim, 512, 3), InterlacedContext(512, block, drop_rate))

@@ -22,7 +22,8 @@ class PyramidPooling(nn.Module):
     where pool_b averages over b × b regions, conv_b is a 1×1 convolution to C/N channels with batch norm and ReLU, up
     is bilinear, and [ ] puts channels beside each other.
 
-    Maps B×C×H×W to B × (C + N·(C // N)) × H × W. The batch norm of one bin needs two images or more in training.
+    Maps B×C×H×W to B × out_dim × H × W, out_dim = C + N·(C // N). The batch norm of a single bin needs two images or
+    more in training.
 
     Args:
         dim: Channels of the input.
@@ -38,12 +39,14 @@ class PyramidPooling(nn.Module):
             raise ValueError(f'bins must be one or more positive integers, got {tuple(bins)}')
         if dim < len(bins):
             raise ValueError(f'dim must be at least the number of bins, {len(bins)}, got {dim}')
+        level_dim = dim // len(bins)
+        self.out_dim = dim + len(bins) * level_dim
         dd = {'device': device, 'dtype': dtype}
         self.levels = nn.ModuleList(
             nn.Sequential(
                 nn.AdaptiveAvgPool2d(size),
-                nn.Conv2d(dim, dim // len(bins), 1, bias=False, **dd),
-                nn.BatchNorm2d(dim // len(bins), **dd),
+                nn.Conv2d(dim, level_dim, 1, bias=False, **dd),
+                nn.BatchNorm2d(level_dim, **dd),
                 nn.ReLU(inplace=True),
             )
             for size in bins
@@ -51,7 +54,7 @@ class PyramidPooling(nn.Module):
         make_norms_foldable(*self.levels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps B×C×H×W to B × (C + N·(C // N)) × H × W."""
+        """Maps B×C×H×W to B × out_dim × H × W."""
         check_dimensions(x, 2)
         maps = [x]
         for level in self.levels:
