@@ -6,14 +6,29 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .layers import EfficientAttention, FocusedLinearAttention, InterlacedSparseAttention, NonLocalAttention
+    from .layers import (
+        CompactGeneralizedNonLocal,
+        DualAttention,
+        EfficientAttention,
+        FocusedLinearAttention,
+        InterlacedSparseAttention,
+        LatentGNN,
+        NonLocalAttention,
+        PyramidPooling,
+        RecurrentCrissCrossAttention,
+    )
     from .models.replace_attention import replace_attention
 
 __all__ = [
+    'CompactGeneralizedNonLocal',
+    'DualAttention',
     'EfficientAttention',
     'FocusedLinearAttention',
     'InterlacedSparseAttention',
+    'LatentGNN',
     'NonLocalAttention',
+    'PyramidPooling',
+    'RecurrentCrissCrossAttention',
     'replace_attention',
 ]
 __version__: str

@@ -44,8 +44,9 @@ def complexity(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument('--plot', type=Path, metavar='FILE', help='draw cost against resolution')
     parser.add_argument(
         '--table',
-        choices=['ea-table2', 'ea-section3.5', 'ea-mask-rcnn', 'stereo'],
-        help='print a table of the efficient attention paper, computed from the operators',
+        choices=['ea-table2', 'ea-section3.5', 'ea-mask-rcnn', 'stereo', 'issa-efficiency'],
+        help='print a table of the efficient attention paper, computed from the operators, or measure the heads of '
+        'isa_net as the ISSA paper does (--img-size: sides of the map; --plot)',
     )
 
     def run(args: argparse.Namespace) -> None:
@@ -55,15 +56,22 @@ def complexity(parser: argparse.ArgumentParser) -> Command:
 
         if bool(args.names) == bool(args.table):
             raise UsageError('name models or operators to compare, or a paper table with --table')
-        if args.table and (args.plot or args.img_size or args.stages):
+        if args.table and args.stages:
+            raise UsageError('--stages is for models: leave it out with --table')
+        if args.table in PAPER_TABLES and (args.plot or args.img_size):
             raise UsageError(
-                '--table has the sizes of its paper and is not drawn: leave out --img-size, --stages and --plot'
+                f'--table {args.table} has the sizes of its paper and is not drawn: leave out --img-size and --plot'
             )
         as_table = tables.as_csv if args.format == 'csv' else tables.as_text
-        if args.table:
+        if args.table in PAPER_TABLES:
             print(as_table(*PAPER_TABLES[args.table]()))
             return
-        comparisons = comparison.compare_all(_with_attention(args), args.img_size, args.plot, args.stages)
+        if args.table:
+            from .bench.contexts import compare_contexts
+
+            comparisons = compare_contexts(args.img_size, args.plot)
+        else:
+            comparisons = comparison.compare_all(_with_attention(args), args.img_size, args.plot, args.stages)
         print(as_table(*comparison.comparison_table(comparisons, exact=args.format == 'csv')))
         if args.format == 'text' and any(c.closed_form for c in comparisons):
             print(comparison.MEMORY_NOTE, file=sys.stderr)

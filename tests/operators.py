@@ -7,15 +7,47 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flatten_zoo.layers import EfficientAttention, InterlacedSparseAttention, NonLocalAttention
+from flatten_zoo.layers import (
+    CompactGeneralizedNonLocal,
+    DualAttention,
+    EfficientAttention,
+    InterlacedSparseAttention,
+    LatentGNN,
+    NonLocalAttention,
+    PyramidPooling,
+    RecurrentCrissCrossAttention,
+)
 
-# small forms of every operator, for maps of 16 channels
+# small forms of every operator that has `residual` and `zero_init_last`, for maps of 16 channels
 SMALL = {
     'ea': lambda **kw: EfficientAttention(16, 8, 8, num_heads=2, **kw),
     'ea_scaling': lambda **kw: EfficientAttention(16, 8, 12, num_heads=4, normalization='scaling', **kw),
     'nl': lambda **kw: NonLocalAttention(16, 8, 8, num_heads=2, **kw),
     'nl_scaling': lambda **kw: NonLocalAttention(16, 8, 12, num_heads=4, normalization='scaling', **kw),
     'issa': lambda **kw: InterlacedSparseAttention(16, 8, 8, **kw),
+}
+
+ZERO_STARTS = ('alpha', 'beta', 'gamma', 'norm.weight')
+
+
+def opened(module: nn.Module, names: tuple[str, ...] = ZERO_STARTS) -> nn.Module:
+    """The module with parameters at one that are zero at the start."""
+    for name, parameter in module.named_parameters():
+        if name.endswith(names):
+            nn.init.ones_(parameter)
+    return module
+
+
+# small forms of the operators whose residual and start are those of their papers
+CONTEXT = {
+    'ppm': lambda **kw: PyramidPooling(16, **kw),
+    'danet': lambda **kw: opened(DualAttention(16, 4, **kw)),
+    'rcca': lambda **kw: opened(RecurrentCrissCrossAttention(16, 4, **kw)),
+    'cgnl': lambda **kw: opened(CompactGeneralizedNonLocal(16, 8, groups=2, **kw)),
+    # with open nodes: a position at which all are zero has no direction
+    'latent_gnn': lambda **kw: opened(
+        LatentGNN(16, 8, latent_dims=(5, 3), **kw), (*ZERO_STARTS, 'psi_v2l.1.bias', 'psi_l2v.1.bias')
+    ),
 }
 
 

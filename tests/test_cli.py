@@ -5,6 +5,7 @@ import sys
 
 import matplotlib.image
 import pytest
+import torch
 
 from flatten_zoo.cli import COMMANDS, PROGRAMS, main
 
@@ -87,7 +88,29 @@ def test_every_paper_table_has_its_option(capsys):
 
     with pytest.raises(SystemExit):
         main(['complexity', '--help'])
-    assert '{' + ','.join(PAPER_TABLES) + '}' in capsys.readouterr().out
+    assert '{' + ','.join([*PAPER_TABLES, 'issa-efficiency']) + '}' in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_issa_efficiency(tmp_path, capsys):
+    from flatten_zoo.dense import isa_net
+    from flatten_zoo.dense.isa_net import CONTEXTS
+
+    picture = tmp_path / 'cost.png'
+    arguments = ['complexity', '--table', 'issa-efficiency', '--img-size', '6', '9', '--format', 'csv']
+    assert main([*arguments, '--plot', str(picture)]) == 0
+    assert matplotlib.image.imread(picture).std() > 0
+    rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+    assert [(row['name'], row['size']) for row in rows] == [
+        (name, size) for size in ('6', '9') for name in (*CONTEXTS, '3×3 conv')
+    ]
+    by_name = {row['name']: row for row in rows[: len(CONTEXTS) + 1]}
+    assert int(by_name['3×3 conv']['macs']) == 36 * 9 * 2048 * 512
+    assert all(float(row['seconds']) > 0 and int(row['peak_memory']) > 4 * int(row['parameters']) for row in rows)
+    for context in ('issa', 'ppm'):
+        with torch.device('meta'):
+            head = isa_net('resnet50', context=context).isa_head
+        assert int(by_name[context]['parameters']) == sum(p.numel() for p in head.parameters())
 
 
 def test_operators_and_models(capsys):
@@ -122,6 +145,10 @@ def test_plot(tmp_path, capsys):
     [
         ([], 'name models or operators to compare, or a paper table with --table'),
         (['ea', '--table', 'stereo'], 'name models or operators to compare, or a paper table with --table'),
+        (['--table', 'stereo', '--plot', 'cost.png'], '--table stereo has the sizes of its paper and is not drawn'),
+        (['--table', 'issa-efficiency', '--stages'], '--stages is for models: leave it out with --table'),
+        (['--table', 'issa-efficiency', '--img-size', '0'], '--img-size must be positive, got 0'),
+        (['--table', 'issa-efficiency', '--img-size', '8', '4096'], "'issa' at size 4096 needs"),
         (['ea_resnet500'], "unknown model 'ea_resnet500'; did you mean"),
         (['nl', '--img-size', '2048'], "'nl' at size 2048 needs"),
         (['ea', '--plot', 'cost.xyz'], "cannot write a picture to 'cost.xyz'"),

@@ -2,9 +2,13 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from timm.utils import reparameterize_model
 from torchvision.models.segmentation import fcn_resnet50
 
 from flatten_zoo.dense import ISANet, isa_net, segmentation_losses
+from flatten_zoo.dense.isa_net import CONTEXTS
+
+from .operators import opened
 
 
 @pytest.fixture(scope='module')
@@ -122,6 +126,33 @@ def test_scripts_as_torchvisions_models_do(aux_loss):
             torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize(
+    'context', [name if name in ('rcca', 'ppm') else pytest.param(name, marks=pytest.mark.slow) for name in CONTEXTS]
+)
+def test_contexts_train_script_and_fold(context):
+    torch.manual_seed(0)
+    model = isa_net('test_resnet', 3, context=context, aux_loss=False)
+    x = torch.randn(2, 3, 40, 56)
+    model(x)['out'].square().mean().backward()
+    assert not [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
+    opened(model).eval()
+    with torch.no_grad():
+        expected = model(x)['out']
+        assert expected.shape == (2, 3, 40, 56)
+        torch.testing.assert_close(torch.jit.script(model)(x)['out'], expected)
+        folded = reparameterize_model(model)
+        torch.testing.assert_close(folded(x)['out'], expected, rtol=1e-3, atol=1e-4)
+    assert not any(isinstance(module, torch.nn.BatchNorm2d) for module in folded.isa_head.modules())
+
+
+@pytest.mark.parametrize('context', ['ppm', 'aspp'])
+def test_averages_of_a_single_image_are_refused(context):
+    model = isa_net('test_resnet', 3, context=context)
+    with pytest.raises(ValueError, match='one image leaves the batch norm of its average a single position'):
+        model(torch.randn(1, 3, 40, 56))
+    assert model.eval()(torch.randn(1, 3, 40, 56))['out'].isfinite().all()
+
+
 def test_pretrained_backbone(tmp_path):
     plain = timm.create_model('test_resnet', num_classes=10)
     torch.save(plain.state_dict(), tmp_path / 'weights.pth')
@@ -177,6 +208,7 @@ def test_training_fits_a_picture():
         ({'backbone': 'pvt_v2_b0'}, "backbone 'pvt_v2_b0' with output_stride=8: .*; choose a network"),
         ({'backbone': 'vgg11'}, "backbone 'vgg11' with output_stride=8; choose a network"),
         ({'num_classes': 0}, 'num_classes must be positive, got 0'),
+        ({'context': 'isa'}, "unknown context 'isa'; did you mean issa.*; choose one of issa, self, danet, rcca, cgnl"),
         ({'group_size': 0}, r'group_size must be two positive integers, got \(0, 0\)'),
     ],
 )

@@ -1,16 +1,33 @@
 """What holds for every attention operator: shapes, errors, numerics, identity start, compilation and export."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 import torch.fx.experimental._config as export_config
 
-from flatten_zoo import InterlacedSparseAttention, NonLocalAttention
+from flatten_zoo import CompactGeneralizedNonLocal, DualAttention, NonLocalAttention, PyramidPooling
 
-from .operators import SMALL, Maps, in_dtype, output_and_gradients, relative_error
+from .operators import CONTEXT, SMALL, Maps, in_dtype, output_and_gradients, relative_error
 
-operators = pytest.mark.parametrize('make', SMALL.values(), ids=SMALL)
+ALL = {**SMALL, **CONTEXT}
+operators = pytest.mark.parametrize('make', ALL.values(), ids=ALL)
+branches = pytest.mark.parametrize(  # without what the residual adds, which would hide errors, where it can be left out
+    'make', [*(partial(make, residual=False) for make in SMALL.values()), *CONTEXT.values()], ids=ALL
+)
+compilation = pytest.mark.parametrize(
+    'make',
+    [
+        pytest.param(make, id=name, marks=pytest.mark.slow if name in CONTEXT and name != 'rcca' else ())
+        for name, make in ALL.items()
+    ],
+)
+with_zero_init_last = pytest.mark.parametrize('make', SMALL.values(), ids=SMALL)
+
+
+def channels(module) -> int:
+    return 32 if isinstance(module, PyramidPooling) else 16
 
 
 @operators
@@ -18,7 +35,7 @@ operators = pytest.mark.parametrize('make', SMALL.values(), ids=SMALL)
 def test_shape_is_kept(make, shape):
     module, x = make().eval(), torch.randn(shape)
     y = module(x)
-    assert y.shape == x.shape and y.isfinite().all() and not torch.equal(x, y)
+    assert y.shape == (shape[0], channels(module), *shape[2:]) and y.isfinite().all() and not torch.equal(x, y)
 
 
 @operators
@@ -39,7 +56,8 @@ def test_other_number_of_dimensions(make, shape):
 def test_device_and_dtype(make):
     module = make(device='meta', dtype=torch.float16)
     assert all(p.is_meta and p.dtype == torch.float16 for p in module.parameters())
-    assert module(torch.empty(2, 16, 8, 9, device='meta', dtype=torch.float16)).shape == (2, 16, 8, 9)
+    y = module(torch.empty(2, 16, 8, 9, device='meta', dtype=torch.float16))
+    assert y.shape == (2, channels(module), 8, 9)
 
 
 @operators
@@ -50,14 +68,17 @@ def test_gradcheck(make):
     assert torch.autograd.gradcheck(module, x, fast_mode=True)
 
 
-@operators
+BOUNDED = {'ea_scaling', 'nl_scaling', 'danet', 'rcca', 'cgnl'}
+
+
+@pytest.mark.parametrize('make, bounded', [(make, name in BOUNDED) for name, make in ALL.items()], ids=ALL)
 @pytest.mark.parametrize('value', [0.0, 1.0, 1e4])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
-def test_zero_constant_and_huge_inputs_stay_finite(make, value, dtype):
+def test_zero_constant_and_huge_inputs_stay_finite(make, bounded, value, dtype):
     torch.manual_seed(0)
     module = make(dtype=dtype).eval()
-    if dtype == torch.float16 and getattr(module, 'normalization', None) == 'scaling':
-        value = min(value, 50.0)  # the result itself, cubic in the input, exceeds the range of the type
+    if dtype == torch.float16 and bounded:
+        value = min(value, 50.0)  # the equation's own terms, quadratic or cubic in the input, exceed the type's range
     for tensor in output_and_gradients(module, torch.full((2, 16, 9, 10), value, dtype=dtype)):
         assert tensor.isfinite().all()
 
@@ -71,20 +92,21 @@ def test_one_zero_image_and_one_zero_position(make):
         assert tensor.isfinite().all()
 
 
-@operators
+@branches
 @pytest.mark.parametrize('dtype, tolerance', [(torch.bfloat16, 0.04), (torch.float16, 0.005)])
 @pytest.mark.parametrize('autocast', [False, True], ids=['pure', 'autocast'])
 def test_half_precision_is_close_to_float64(make, dtype, tolerance, autocast):
     torch.manual_seed(0)
-    # the branch alone: what the residual adds would hide its errors
-    module, x = make(residual=False).eval(), torch.randn(2, 16, 12, 10).to(dtype).float()
+    module, x = make().eval(), torch.randn(2, 16, 12, 10).to(dtype).float()
     module = in_dtype(in_dtype(module, dtype), torch.float32)
     expected = output_and_gradients(in_dtype(module, torch.float64), x.double())
     with torch.autocast('cpu', dtype, enabled=autocast):
         actual = output_and_gradients(module if autocast else in_dtype(module, dtype), x if autocast else x.to(dtype))
     assert relative_error(actual[0], expected[0]) < tolerance
-    # gradients as a whole, and of ISSA with room: a ReLU near zero is open in one precision and closed in another
-    tolerance = 0.1 if isinstance(module, InterlacedSparseAttention) else 2 * tolerance
+    # gradients as a whole, and with room: a ReLU near zero is open in one precision and closed in another
+    tolerance = 0.1 if any(isinstance(m, torch.nn.ReLU) for m in module.modules()) else 2 * tolerance
+    if isinstance(module, CompactGeneralizedNonLocal):
+        tolerance = 0.5  # the norm takes out most of what the sums over positions pass on: what is left are differences
     for a, e in zip(actual[1:], expected[1:], strict=True):
         assert a.isfinite().all()
         # zero: the bias of keys, which does not move a softmax over positions
@@ -93,13 +115,15 @@ def test_half_precision_is_close_to_float64(make, dtype, tolerance, autocast):
 
 @operators
 def test_half_precision_makes_no_map_in_float32(make):
+    if isinstance(make(), DualAttention):
+        pytest.skip("no fused kernel on CPUs has keys and values of different widths, and torch's other one is float32")
     module, x = make().bfloat16(), torch.randn(2, 16, 16, 16, dtype=torch.bfloat16, requires_grad=True)
     with Maps(torch.float32, 2 * 8 * 16 * 16) as maps:  # as large as queries, keys and values
         module(x).sum().backward()
     assert not maps.operations
 
 
-@operators
+@with_zero_init_last
 @pytest.mark.parametrize('training', [False, True])
 def test_starts_as_the_identity_and_learns(make, training):
     torch.manual_seed(0)
@@ -123,7 +147,7 @@ def test_starts_as_the_identity_and_learns(make, training):
     assert learned >= {n for n, _ in module.named_parameters() if n != 'keys.bias'}
 
 
-@operators
+@compilation
 def test_compiles_without_a_break(make):
     torch.compiler.reset()
     module = make().eval()
@@ -167,7 +191,7 @@ def test_scripts(make):
         torch.testing.assert_close(scripted(x), module(x))
 
 
-@operators
+@compilation
 def test_exports_for_any_size(make):
     module = make().eval()
     dims = {i: torch.export.Dim(f'dim{i}', min=1) for i in (0, 2, 3)}
@@ -175,8 +199,8 @@ def test_exports_for_any_size(make):
     with export_config.patch(backed_size_oblivious=True):
         program = torch.export.export(module, (torch.randn(2, 16, 9, 10),), dynamic_shapes=(dims,))
     for shape in [(2, 16, 9, 10), (1, 16, 8, 9), (3, 16, 17, 30), (2, 16, 3, 40), (1, 16, 1, 1)]:
-        if shape == (1, 16, 1, 1) and isinstance(module, NonLocalAttention):
-            continue  # whether the transposed keys are contiguous depends on there being more than one
+        if shape == (1, 16, 1, 1) and isinstance(module, NonLocalAttention | DualAttention | PyramidPooling):
+            continue  # whether transposed keys are contiguous depends on there being more than one; corners do too
         x = torch.randn(shape)
         torch.testing.assert_close(program.module()(x), module(x))
 

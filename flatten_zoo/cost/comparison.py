@@ -45,6 +45,7 @@ _COLUMNS = {  # of a table: heading and unit for people
     'macs': ('GMACs', 1e9),
     'activations': ('activations (M)', 1e6),
     'peak_memory': ('peak memory (MB)', 1e6),
+    'seconds': ('time (ms)', 1e-3),
     'closed_form_macs': ('closed-form GMACs', 1e9),
     'closed_form_memory': ('closed-form memory (MB)', 1e6),
 }
@@ -59,12 +60,14 @@ class Comparison:
         size: Side of the square map (operator) or image (model).
         measured: Counted and measured cost.
         closed_form: Cost by the equations, for an operator.
+        seconds: Of one pass, where it was timed.
     """
 
     name: str
     size: int
     measured: Measurement
     closed_form: Cost | None
+    seconds: float | None = None
 
 
 def default_size(name: str) -> int:
@@ -110,6 +113,7 @@ def comparison_table(comparisons: list[Comparison], exact: bool) -> Table:
     values = [
         {
             **asdict(c.measured),
+            'seconds': c.seconds,
             'closed_form_macs': c.closed_form and c.closed_form.macs,
             'closed_form_memory': c.closed_form and c.closed_form.memory,
         }
@@ -117,7 +121,7 @@ def comparison_table(comparisons: list[Comparison], exact: bool) -> Table:
     ]
     columns = [column for column in _COLUMNS if any(row[column] is not None for row in values)]
 
-    def cell(value: int | None, column: str) -> str:
+    def cell(value: float | None, column: str) -> str:
         if value is None:
             return ''
         if exact:
@@ -249,7 +253,7 @@ def build_at(name: str, size: int, device: str | torch.device) -> tuple[nn.Modul
 
 
 def plot(comparisons: list[Comparison], path: Path) -> None:
-    """Draws multiply-accumulates and memory against resolution, one line for each name, with logarithmic axes.
+    """Draws cost against resolution, with time where it was measured, one line for each name, with logarithmic axes.
 
     Args:
         comparisons: What to draw.
@@ -259,15 +263,18 @@ def plot(comparisons: list[Comparison], path: Path) -> None:
         UsageError: There is no such format or folder.
     """
     check_picture_path(path)
-    figure = Figure(figsize=(10, 4.5), layout='constrained')
-    compute, memory = figure.subplots(1, 2)
+    timed = any(c.seconds for c in comparisons)
+    figure = Figure(figsize=(15 if timed else 10, 4.5), layout='constrained')
+    compute, memory, *time = figure.subplots(1, 3 if timed else 2)
     for i, name in enumerate(dict.fromkeys(c.name for c in comparisons)):
         rows = sorted((c for c in comparisons if c.name == name), key=lambda c: c.size)
         sizes = [c.size for c in rows]
         style = {'marker': 'o', 'markersize': max(3, 9 - 2 * i)}  # what lies under another line can be seen
         (line,) = compute.plot(sizes, [c.measured.macs / 1e9 for c in rows], label=name, **style)
         memory.plot(sizes, [c.measured.peak_memory / 1e6 for c in rows], label=f'{name}, inference peak', **style)
-        if name in OPERATORS:
+        for axes in time:
+            axes.plot(sizes, [c.seconds * 1e3 for c in rows if c.seconds], label=name, **style)
+        if rows[0].closed_form:
             memory.plot(
                 sizes,
                 [c.closed_form.memory / 1e6 for c in rows if c.closed_form],
@@ -277,7 +284,9 @@ def plot(comparisons: list[Comparison], path: Path) -> None:
             )
     compute.set(title='Computation per image', ylabel='multiply-accumulates (G)')
     memory.set(title='Memory per image', ylabel='memory (MB)')
-    for axes in (compute, memory):
+    for axes in time:
+        axes.set(title='Time per image', ylabel='time (ms)')
+    for axes in (compute, memory, *time):
         axes.set(xscale='log', yscale='log', xlabel='side of the image (models) or map (operators)')
         sizes = sorted({c.size for c in comparisons})
         axes.set_xticks(sizes, [str(size) for size in sizes])
