@@ -194,7 +194,7 @@ def _sample(texture: np.ndarray, u: np.ndarray) -> np.ndarray:
 def _shape(
     rng: np.random.Generator, x: float, y: float, radius: float
 ) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """Which points lie inside a disc or a rotated rectangle around a centre, none of it further away than the radius."""
+    """Which points lie in a disc or a rotated rectangle around a centre, none of it further away than the radius."""
     angle = rng.uniform(0, 2 * np.pi) if rng.integers(2) else None
     half_height = rng.uniform(0.4, 0.7) * radius
 
