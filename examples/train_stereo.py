@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 from torchvision.transforms import v2
 
 from flatten_zoo.dense import DisparityScores, SceneFlowPairs, psmnet, stereo_losses, write_stereo_pairs
-from flatten_zoo.errors import UsageError, report_usage_errors
+from flatten_zoo.errors import report_usage_errors
 from flatten_zoo.figures import save_figure
 from flatten_zoo.tables import as_text
 
