@@ -144,10 +144,9 @@ def cost_volume(left: torch.Tensor, right: torch.Tensor, num_disparities: int) -
     Returns:
         B×2C×D×H×W.
     """
-    width = left.shape[3]
-    # windows that begin ever further to the left: the last one is the map itself, disparity 0
-    moved = F.pad(right, [num_disparities - 1, 0]).unfold(3, width, 1).flip(3).transpose(2, 3)
-    x = torch.arange(width, device=left.device)
+    # of each position the one itself and those to its left, which are the last ones of a window
+    moved = F.pad(right, [num_disparities - 1, 0]).unfold(3, num_disparities, 1).flip(4).permute(0, 1, 4, 2, 3)
+    x = torch.arange(left.shape[3], device=left.device)
     seen = x >= torch.arange(num_disparities, device=left.device)[:, None]
     left = torch.where(seen[:, None], left[:, :, None], left.new_zeros(()))
     return torch.cat([left, moved], dim=1)
@@ -219,7 +218,8 @@ class PSMNet(nn.Module):
             )
         height, width = left.shape[2:]
         self._check_size(left.shape[0], height, width)
-        images = F.pad(torch.cat([left, right]), [0, -width % _STRIDE, 0, -height % _STRIDE])
+        rows, columns = ((side + _STRIDE - 1) // _STRIDE * _STRIDE for side in (height, width))
+        images = F.pad(torch.cat([left, right]), [0, columns - width, 0, rows - height])
         volume = cost_volume(*self.features(images).chunk(2), self.max_disparity // _STRIDE)
         volume = self.volume1(volume)
         volume = volume + self.volume2(volume)
@@ -233,7 +233,7 @@ class PSMNet(nn.Module):
         costs = [self.heads[0](outputs[0])]
         for head, x in zip(self.heads[1:], outputs[1:], strict=True):
             costs.append(costs[-1] + head(x))
-        size = [self.max_disparity, *images.shape[2:]]
+        size = [self.max_disparity, rows, columns]
         disparities = tuple(
             soft_argmin(F.interpolate(cost, size=size, mode='trilinear')[:, 0])[:, :height, :width]
             for cost in (costs if self.training else costs[-1:])
