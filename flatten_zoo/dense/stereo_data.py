@@ -1,5 +1,6 @@
 """Pairs of images with true disparities, in the layouts of Scene Flow and of KITTI."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +18,8 @@ from ..images import IMAGE_ERRORS, image_suffixes, open_image
 
 __all__ = ['KittiPairs', 'SceneFlowPairs', 'StereoPairs', 'occluded_pixels']
 
-# Formats of disparities by suffix: Pillow's name, its modes of them, and in words.
-_FORMATS = {
-    '.pfm': ('PPM', ('F',), 'a PFM file of one channel'),
-    '.png': ('PNG', ('I;16', 'I'), 'a greyscale PNG file of 16 bits'),
-}
+# Of a file of one channel; the sign of the scale says in which order the bytes of the numbers after it are.
+_PFM_HEADER = re.compile(rb'Pf\s+(\d{1,9})\s+(\d{1,9})\s+([-+]?[\d.]{1,40}(?:[eE][-+]?\d{1,9})?)[ \t]*\r?\n')
 
 
 class StereoPairs(Dataset):
@@ -47,13 +45,10 @@ class StereoPairs(Dataset):
         self.transforms = transforms
         self._pairs = pairs
         for pair in pairs:
-            sizes = []
-            for name, path in pair.items():
+            for path in pair.values():
                 if not path.is_file():
                     raise UsageError(f"there is no '{path}', which is part of a pair")
-                with _naming(path), _open(path, is_picture=name in ('left', 'right')) as image:
-                    sizes.append((image.height, image.width))
-            _check_sizes(pair, sizes)
+            _check_sizes(pair, [_size(path, is_picture=name in ('left', 'right')) for name, path in pair.items()])
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -176,15 +171,13 @@ def _naming(path: Path) -> Iterator[None]:
         raise UsageError(f"cannot read '{path}': {first_line(e)}") from e
 
 
-def _open(path: Path, is_picture: bool) -> Image.Image:
-    """A file whose header has been read, and found to be that of disparities if it is no picture."""
-    if is_picture:
-        return Image.open(path)
-    kind, modes, words = _FORMATS[path.suffix]
-    image = Image.open(path, formats=[kind])
-    if image.mode not in modes:
-        raise ValueError(f'it is not {words}')
-    return image
+def _size(path: Path, is_picture: bool) -> tuple[int, int]:
+    """Height and width of what is in a file, by its header."""
+    with _naming(path):
+        if path.suffix == '.pfm':
+            return _pfm_header(path)[0]
+        with Image.open(path) if is_picture else _open_png(path) as image:
+            return image.height, image.width
 
 
 def _picture(path: Path) -> tv_tensors.Image:
@@ -194,14 +187,44 @@ def _picture(path: Path) -> tv_tensors.Image:
 
 def _disparity(path: Path) -> torch.Tensor:
     """H×W disparities, NaN where they are not known."""
-    with _naming(path), _open(path, is_picture=False) as image:
-        values = torch.from_numpy(np.array(image, np.float32))
-        if path.suffix == '.png':
-            return (values / 256).where(values > 0, torch.nan)
-        values = values.where(values.isfinite(), torch.nan)
-        if (values < 0).any() and (values > 0).any():
-            raise ValueError('it holds disparities of both signs')
-        return values.abs()
+    with _naming(path):
+        if path.suffix == '.pfm':
+            return _read_pfm(path)
+        with _open_png(path) as image:
+            values = torch.from_numpy(np.array(image, np.float32))
+        return (values / 256).where(values > 0, torch.nan)
+
+
+def _open_png(path: Path) -> Image.Image:
+    image = Image.open(path, formats=['PNG'])
+    if image.mode not in ('I;16', 'I'):
+        raise ValueError('it is not a greyscale PNG file of 16 bits')
+    return image
+
+
+def _pfm_header(path: Path) -> tuple[tuple[int, int], str, int]:
+    """Height and width, numpy's name of the numbers and where they begin."""
+    with path.open('rb') as file:
+        header = _PFM_HEADER.match(file.read(128))
+    if not header:
+        raise ValueError('it does not begin as a PFM file of one channel does')
+    width, height, scale = int(header[1]), int(header[2]), float(header[3])
+    if not (width and height and scale):
+        raise ValueError(f'its width {width}, height {height} and scale {scale:g} must not be 0')
+    there, needed = path.stat().st_size, header.end() + 4 * width * height
+    if there < needed:
+        raise ValueError(f'it has {there} bytes, {height} × {width} pixels need {needed}')
+    return (height, width), '<f4' if scale < 0 else '>f4', header.end()
+
+
+def _read_pfm(path: Path) -> torch.Tensor:
+    (height, width), dtype, start = _pfm_header(path)
+    values = np.fromfile(path, dtype, height * width, offset=start)
+    values = torch.from_numpy(values.reshape(height, width)[::-1].astype(np.float32))  # the last row is the first
+    values = values.where(values.isfinite(), torch.nan)
+    if (values < 0).any() and (values > 0).any():
+        raise ValueError('it holds disparities of both signs')
+    return values.abs()
 
 
 def _check_sizes(pair: dict[str, Path], sizes: list[tuple[int, int]]) -> None:

@@ -122,7 +122,10 @@ def _write_scene_flow(folder: Path, split: int, index: int, scene: Scene) -> Non
     ):
         name = place / side / f'{index:04d}'
         _save(image, folder / 'frames_cleanpass' / name.with_suffix('.png'))
-        _save(disparity.astype(np.float32), folder / 'disparity' / name.with_suffix('.pfm'))
+        path = folder / 'disparity' / name.with_suffix('.pfm')
+        path.parent.mkdir(parents=True, exist_ok=True)
+        header = b'Pf\n%d %d\n-1.0\n' % disparity.shape[::-1]  # negative: little-endian
+        path.write_bytes(header + disparity[::-1].astype('<f4').tobytes())  # the last row is the first
 
 
 def _write_kitti(folder: Path, split: int, index: int, scene: Scene) -> None:
