@@ -182,8 +182,8 @@ def test_cost_volume_compiles_and_exports_for_all_sizes():
     sizes = dict.fromkeys((2, 3), torch.export.Dim.DYNAMIC)
     exported = torch.export.export(model, maps, dynamic_shapes=(sizes, sizes)).module()
     compiled = torch.compile(model, backend='aot_eager', fullgraph=True, dynamic=True)
-    for maps in (maps, torch.randn(2, 1, 8, 5, 3).unbind()):
-        assert torch.equal(exported(*maps), model(*maps)) and torch.equal(compiled(*maps), model(*maps))
+    for other in (maps, torch.randn(2, 1, 8, 5, 3).unbind()):
+        assert torch.equal(exported(*other), model(*other)) and torch.equal(compiled(*other), model(*other))
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def kitti(tmp_path):
     return tmp_path / 'data' / 'training'
 
 
-def pfm(values, order='<', scale=1.0):
+def pfm(values, order='<', scale='1.0'):
     """A PFM file, rows from the bottom up."""
     values = np.asarray(values, f'{order}f4')
     sign = {'<': '-', '>': ''}[order]
@@ -128,7 +128,7 @@ def test_failure_leaves_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('order', ['<', '>'])
-@pytest.mark.parametrize('scale', [1.0, 0.00392157])
+@pytest.mark.parametrize('scale', ['1', '1.000000', '0.00392156862745098', '3.9e-3'])
 def test_pfm(scene_flow, order, scale):
     """Both byte orders; infinities and NaN are not known, and the sign is that of the direction."""
     values = np.random.default_rng(0).uniform(0, 16, (32, 40)).astype(np.float32)
@@ -198,22 +198,24 @@ def test_reads_in_other_processes_and_other_folders(scene_flow):
 DAMAGE = {
     'missing': (lambda path: path.unlink(), "there is no '{path}', which is part of a pair"),
     'another size': (lambda path: write(path, np.ones((32, 41))), "'{path}' is 32 × 41, but '.*' is 32 × 40"),
-    'no file of its kind': (lambda path: path.write_bytes(b'\0' * 99), "cannot read '{path}': cannot identify"),
-    'empty': (lambda path: path.write_bytes(b''), "cannot read '{path}': cannot identify"),
-    'gigantic': (lambda path: path.write_bytes(gigantic(path)), "cannot read '{path}': Image size .* exceeds limit"),
+    'no file of its kind': (lambda path: path.write_bytes(b'\0' * 99), 'cannot identify|it does not begin'),
+    'empty': (lambda path: path.write_bytes(b''), 'cannot identify|it does not begin'),
+    'gigantic': (lambda path: path.write_bytes(gigantic(path)), 'Image size .* exceeds|it has 1.. bytes, .* need'),
+    # the header of a PNG file says nothing of it
+    'truncated': (lambda path: path.write_bytes(path.read_bytes()[:-300]), 'trunc|it has .* bytes, .* need'),
 }
-# where the header is right
-LATER = {'truncated': (lambda path: path.write_bytes(path.read_bytes()[:-300]), "cannot read '{path}': .*trunc")}
 PFM_DAMAGE = {
-    'colour': (b'PF\n40 32\n-1\n' + bytes(4 * 3 * 40 * 32), 'cannot identify'),
-    'greyscale of 8 bits': (b'P5\n40 32\n255\n' + bytes(40 * 32), 'it is not a PFM file of one channel'),
-    'no size': (b'Pf\n40\n', 'cannot identify|Reached EOF'),
-    'size in words': (b'Pf\nforty 32\n-1\n', 'cannot identify|Non-decimal|invalid literal'),
-    'scale 0': (b'Pf\n40 32\n0\n' + bytes(4 * 40 * 32), 'scale must be finite and non-zero'),
-    'scale NaN': (b'Pf\n40 32\nnan\n' + bytes(4 * 40 * 32), 'scale must be finite and non-zero'),
-    'no scale': (b'Pf\n40 32\nlarge\n' + bytes(4 * 40 * 32), 'could not convert'),
-    'negative size': (b'Pf\n-40 -32\n-1\n' + bytes(4 * 40 * 32), 'cannot identify|-32'),
-    'a picture': (None, 'cannot identify'),
+    'colour': (b'PF\n40 32\n-1\n' + bytes(4 * 3 * 40 * 32), 'it does not begin as a PFM file of one channel'),
+    'greyscale of 8 bits': (b'P5\n40 32\n255\n' + bytes(40 * 32), 'it does not begin'),
+    'no size': (b'Pf\n40\n', 'it does not begin'),
+    'size in words': (b'Pf\nforty 32\n-1\n', 'it does not begin'),
+    'size 0': (b'Pf\n0 32\n-1\n', 'its width 0, height 32 and scale -1 must not be 0'),
+    'scale 0': (b'Pf\n40 32\n0\n' + bytes(4 * 40 * 32), 'its width 40, height 32 and scale 0 must not be 0'),
+    'scale NaN': (b'Pf\n40 32\nnan\n' + bytes(4 * 40 * 32), 'it does not begin'),
+    'scale of two points': (b'Pf\n40 32\n-1.0.0\n' + bytes(4 * 40 * 32), 'could not convert'),
+    'negative size': (b'Pf\n-40 -32\n-1\n' + bytes(4 * 40 * 32), 'it does not begin'),
+    'an endless number': (b'Pf\n' + b'9' * 5000, 'it does not begin'),
+    'a picture': (None, 'it does not begin'),
 }
 
 
@@ -237,22 +239,21 @@ def check(open_data, path, message):
     """Opening the data, or reading the pair, ends with one line that names the file."""
     with pytest.raises(UsageError) as e:
         open_data()[0]
-    assert re.search(message.format(path=re.escape(str(path))), str(e.value)) and '\n' not in str(e.value)
-    assert str(path) in str(e.value)
+    text = str(e.value)
+    assert re.search(message.replace('{path}', re.escape(str(path))), text) and str(path) in text and '\n' not in text
 
 
 @pytest.mark.parametrize('place', ['frames_cleanpass', 'disparity'])
 @pytest.mark.parametrize('side', ['left', 'right'])
-@pytest.mark.parametrize('damage', [*DAMAGE, *LATER])
+@pytest.mark.parametrize('damage', DAMAGE)
 def test_damaged_scene_flow(scene_flow, place, side, damage):
     path = scene_flow / place / 'TRAIN' / 'A' / side / f'0000.{"pfm" if place == "disparity" else "png"}'
-    change, message = {**DAMAGE, **LATER}[damage]
+    change, message = DAMAGE[damage]
     change(path)
     if damage == 'another size' and place != 'disparity' and side == 'left':
-        message, path = message.replace("'{path}' is 32 × 41", 'is 32 × 40').replace('32 × 40$', '32 × 41'), path
         message = "is 32 × 40, but '{path}' is 32 × 41"
     check(lambda: SceneFlowPairs(scene_flow, 'TRAIN'), path, message)
-    if damage not in LATER:
+    if damage != 'truncated' or place == 'disparity':
         with pytest.raises(UsageError):  # already when they are opened
             SceneFlowPairs(scene_flow, 'TRAIN')
 
@@ -262,7 +263,7 @@ def test_damaged_pfm(scene_flow, content):
     path = scene_flow / 'disparity' / 'TRAIN' / 'A' / 'left' / '0000.pfm'
     data, message = PFM_DAMAGE[content]
     path.write_bytes(data or (scene_flow / 'frames_cleanpass/TRAIN/A/left/0000.png').read_bytes())
-    check(lambda: SceneFlowPairs(scene_flow, 'TRAIN'), path, f"cannot read '{{path}}': .*({message})")
+    check(lambda: SceneFlowPairs(scene_flow, 'TRAIN'), path, message)
 
 
 def test_disparities_of_both_signs(scene_flow):
@@ -270,16 +271,16 @@ def test_disparities_of_both_signs(scene_flow):
     values = np.ones((32, 40))
     values[0, 0] = -1
     path.write_bytes(pfm(values))
-    check(lambda: SceneFlowPairs(scene_flow), path, "cannot read '{path}': it holds disparities of both signs")
+    check(lambda: SceneFlowPairs(scene_flow, 'TRAIN'), path, "cannot read '{path}': it holds disparities of both signs")
 
 
 @pytest.mark.parametrize('place', ['image_2', 'image_3', 'disp_occ_0', 'disp_noc_0'])
-@pytest.mark.parametrize('damage', [*DAMAGE, *LATER])
+@pytest.mark.parametrize('damage', DAMAGE)
 def test_damaged_kitti(kitti, place, damage):
     if (place, damage) == ('disp_occ_0', 'missing'):
         pytest.skip('pairs are those that have disparities')
     path = kitti / place / '000000_10.png'
-    change, message = {**DAMAGE, **LATER}[damage]
+    change, message = DAMAGE[damage]
     change(path)
     if (place, damage) == ('image_2', 'another size'):
         message = "is 32 × 40, but '{path}' is 32 × 41"

@@ -180,7 +180,7 @@ def _draw(rng: np.random.Generator, image_size: tuple[int, int], max_disparity: 
 def _texture(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
     """Random colours in small and in large squares, H×W×3."""
     texture = np.broadcast_to(rng.uniform(0.3, 0.7, size=3), (height, width, 3))
-    for side in (2, 8):
+    for side in (4, 16):
         squares = rng.uniform(-0.25, 0.25, size=(height // side + 1, width // side + 1, 3))
         texture = texture + squares.repeat(side, 0).repeat(side, 1)[:height, :width]
     return texture
