@@ -45,7 +45,12 @@ def load_data(args: argparse.Namespace) -> tuple[SceneFlowPairs, SceneFlowPairs]
         height, width = args.image_size
         folder = args.output / f'pairs-{height}-{width}-{args.max_disparity}-{args.pairs}'
         write_stereo_pairs(folder, args.pairs, max(1, args.pairs // 8), (height, width), args.max_disparity)
-    return SceneFlowPairs(folder, 'TRAIN', transforms=v2.RandomCrop(args.image_size)), SceneFlowPairs(folder, 'TEST')
+    held_out = SceneFlowPairs(folder, 'TEST')
+    size = held_out[0][0].shape[1:]
+    if any(part > side for part, side in zip(args.image_size, size, strict=True)):
+        part = ' '.join(map(str, args.image_size))
+        raise UsageError(f"--image-size {part} is more than the {size[0]} × {size[1]} of the images in '{folder}'")
+    return SceneFlowPairs(folder, 'TRAIN', transforms=v2.RandomCrop(args.image_size)), held_out
 
 
 class Network(nn.Module):
@@ -95,16 +100,22 @@ def draw_predictions(network: Network, data: SceneFlowPairs, path: Path, args: a
     save_figure(figure, path)
 
 
-def train_one(args: argparse.Namespace, attention: str, data: SceneFlowPairs, held_out: SceneFlowPairs) -> dict:
-    """Train one network, write its weights and its picture, and return its scores."""
+def build_network(args: argparse.Namespace, attention: str) -> Network:
     torch.manual_seed(args.seed)
-    network = Network(args, attention).to(args.device)
+    try:
+        return Network(args, attention).to(args.device)
+    except ValueError as e:
+        raise UsageError(f'--max-disparity: {e}') from e
+
+
+def train_network(args: argparse.Namespace, network: Network, data: SceneFlowPairs, held_out: SceneFlowPairs) -> dict:
+    """Train, write weights and a picture, and return the last scores."""
+    torch.manual_seed(args.seed)
 
     def losses(left: torch.Tensor, right: torch.Tensor, target: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         outputs = network(left.to(args.device), right.to(args.device))
         return stereo_losses(outputs, target['disparity'].to(args.device), args.max_disparity)
 
-    print(f'attention {attention}')
     scores = train(
         args,
         network,
@@ -126,8 +137,12 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
     runs = {name: argparse.Namespace(**{**vars(args), 'output': args.output / name}) for name in args.attention}
     for run in runs.values():
         check_options(run, 'pairs', 'max_disparity')
+    networks = {name: build_network(args, name) for name in runs}
     data = load_data(args)
-    scores = {name: train_one(run, name, *data) for name, run in runs.items()}
+    scores = {}
+    for name, run in runs.items():
+        print(f'attention {name}')
+        scores[name] = train_network(run, networks[name], *data)
     rows = [[name, f'{s["EPE"]:.2f} px', f'{s[">3 px"]:.1%}'] for name, s in scores.items()]
     print(as_text(['attention', 'EPE', 'off by > 3 px'], rows))
     print(f'weights and pictures of predictions are in {args.output}')
