@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 from torchvision.transforms import v2
 
 from flatten_zoo.dense import DisparityScores, SceneFlowPairs, psmnet, stereo_losses, write_stereo_pairs
-from flatten_zoo.errors import report_usage_errors
+from flatten_zoo.errors import UsageError, report_usage_errors
 from flatten_zoo.figures import save_figure
 from flatten_zoo.tables import as_text
 
@@ -86,12 +86,13 @@ def draw_predictions(network: Network, data: SceneFlowPairs, path: Path, args: a
     axes = figure.subplots(count, 4, squeeze=False)
     for row, i in zip(axes, range(count), strict=True):
         left, right, target = data[i]
-        found = network.eval()(left[None].to(args.device), right[None].to(args.device))[0].cpu()
-        row[0].imshow(left.permute(1, 2, 0))
-        disparities = [row[1].imshow(target['disparity'], vmin=0, vmax=args.max_disparity)]
-        disparities.append(row[2].imshow(found, vmin=0, vmax=args.max_disparity))
-        error = row[3].imshow((found - target['disparity']).abs(), cmap='magma', vmin=0, vmax=3)
-        figure.colorbar(disparities[0], ax=row[2])
+        found = network.eval()(left[None].to(args.device), right[None].to(args.device))[0].cpu().numpy()
+        truth = target['disparity'].numpy()
+        row[0].imshow(left.permute(1, 2, 0).numpy())
+        row[1].imshow(truth, vmin=0, vmax=args.max_disparity)
+        disparity = row[2].imshow(found, vmin=0, vmax=args.max_disparity)
+        error = row[3].imshow(abs(found - truth), cmap='magma', vmin=0, vmax=3)
+        figure.colorbar(disparity, ax=row[2])
         figure.colorbar(error, ax=row[3])
     for ax, title in zip(axes[0], ('left image', 'true disparity', 'predicted', 'error'), strict=True):
         ax.set_title(title)
