@@ -204,7 +204,8 @@ class PSMNet(nn.Module):
             nn.Sequential(conv(_DIM), nn.Conv3d(_DIM, 1, 3, padding=1, bias=False)) for _ in range(3)
         )
         for module in self.modules():
-            if isinstance(module, nn.Conv2d | nn.Conv3d):
+            # the heads' last ones keep small weights: of scores that are far apart a softmax passes no gradients
+            if isinstance(module, nn.Conv2d | nn.Conv3d) and module.out_channels > 1:
                 nn.init.kaiming_normal_(module.weight, mode='fan_out', nonlinearity='relu')
         self.attention = None
         if attention is not None:
