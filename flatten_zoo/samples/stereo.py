@@ -158,7 +158,7 @@ def _draw(rng: np.random.Generator, image_size: tuple[int, int], max_disparity: 
     near = np.sort(rng.uniform(0.15, 0.85, size=rng.integers(3, 7)))
     for number, share in enumerate([rng.uniform(0, 0.1), *near]):
         centre = rng.uniform(0, [width, height])
-        radius = rng.uniform(0.12, 0.3) * min(height, width)
+        radius = rng.uniform(0.2, 0.4) * min(height, width)
         b, c = rng.uniform(-1, 1, size=2) * min(_MAX_SLANT, 0.07 * max_disparity / radius) * (number > 0)
         a = share * max_disparity - b * centre[0] - c * centre[1]
         texture = _texture(rng, height, width + max_disparity)
