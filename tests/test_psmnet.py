@@ -132,9 +132,12 @@ def test_padding_is_that_of_zeros_at_the_end(network):
 
 
 def test_batch_of_one_and_gradients(network):
-    """Every parameter learns, those before the attention's last layer once that is not zero any more."""
+    """Every parameter learns, those of branches that start at zero once their last layer is not zero any more."""
     model = copy.deepcopy(network)
     torch.nn.init.normal_(model.attention.reprojection.weight, std=0.1)
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d | torch.nn.BatchNorm3d):
+            torch.nn.init.ones_(module.weight)
     losses = stereo_losses(model.train()(*pair(20, 40)), 15 * torch.rand(1, 20, 40), 16)
     sum(losses.values()).backward()
     assert all(

@@ -207,6 +207,10 @@ class PSMNet(nn.Module):
             # the heads' last ones keep small weights: of scores that are far apart a softmax passes no gradients
             if isinstance(module, nn.Conv2d | nn.Conv3d) and module.out_channels > 1:
                 nn.init.kaiming_normal_(module.weight, mode='fan_out', nonlinearity='relu')
+        # every residual branch starts at zero: the first steps are those of a much shallower network
+        blocks = [m.conv2 for m in self.features.modules() if isinstance(m, _ResidualBlock)]
+        for branch in (*blocks, self.volume2[-1], *(hourglass.conv6 for hourglass in self.hourglasses)):
+            nn.init.zeros_(branch[1].weight)
         self.attention = None
         if attention is not None:
             self.attention = _ATTENTION[attention](_DIM, key_dim=_DIM // 2, value_dim=_DIM // 2, spatial_dims=3)
