@@ -30,10 +30,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add(
         '--attention', 'one network each, of the same first weights', nargs='+', default=['ea', 'none'], choices=choices
     )
-    add('--max-disparity', 'a multiple of 4', type=int, default=32, metavar='D')
+    add('--max-disparity', 'a multiple of 4', type=int, default=16, metavar='D')
     add('--image-size', 'of generated pairs, and of the parts trained on', type=int, nargs=2, default=[64, 128])
     add_training_options(
-        parser, 'the layout of FlyingThings3D', 'pairs', 240, epochs=4, batch_size=4, lr=1e-3, output='output/stereo'
+        parser, 'the layout of FlyingThings3D', 'pairs', 400, epochs=4, batch_size=2, lr=1e-3, output='output/stereo'
     )
     return parser.parse_args(argv)
 
