@@ -225,8 +225,8 @@ class PSMNet(nn.Module):
         self._check_size(left.shape[0], height, width)
         rows, columns = ((side + _STRIDE - 1) // _STRIDE * _STRIDE for side in (height, width))
         images = F.pad(torch.cat([left, right]), [0, columns - width, 0, rows - height])
-        volume = cost_volume(*self.features(images).chunk(2), self.max_disparity // _STRIDE)
-        volume = self.volume1(volume)
+        left, right = self.features(images).chunk(2)
+        volume = self.volume1(cost_volume(left, right, self.max_disparity // _STRIDE))
         volume = volume + self.volume2(volume)
         x, first, after = self.hourglasses[0](volume)
         outputs = [x + volume]

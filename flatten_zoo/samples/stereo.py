@@ -162,7 +162,7 @@ def _draw(rng: np.random.Generator, image_size: tuple[int, int], max_disparity: 
         b, c = rng.uniform(-1, 1, size=2) * min(_MAX_SLANT, 0.07 * max_disparity / radius) * (number > 0)
         a = share * max_disparity - b * centre[0] - c * centre[1]
         texture = _texture(rng, height, width + max_disparity)
-        shape = _shape(rng, *centre, radius) if number else None
+        shape = _shape(rng, centre, radius) if number else None
         # pixel x' of the right image shows the plane at x = x' + a + b·x + c·y
         for view, u in ((left, x), (right, (x + a + c * y) / (1 - b))):
             shown = np.full(u.shape, True) if shape is None else shape(u, y)
@@ -174,7 +174,7 @@ def _draw(rng: np.random.Generator, image_size: tuple[int, int], max_disparity: 
     images = np.rint((images + rng.normal(scale=0.01, size=images.shape)).clip(0, 1) * 255).astype(np.uint8)
     there = np.rint(x - left[1]).astype(int)
     occluded = (there < 0) | (np.take_along_axis(right[2], there.clip(0), axis=1) != left[2])
-    return Scene(*images, left[1], right[1], occluded)
+    return Scene(images[0], images[1], left[1], right[1], occluded)
 
 
 def _texture(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
@@ -195,9 +195,10 @@ def _sample(texture: np.ndarray, u: np.ndarray) -> np.ndarray:
 
 
 def _shape(
-    rng: np.random.Generator, x: float, y: float, radius: float
+    rng: np.random.Generator, centre: np.ndarray, radius: float
 ) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
     """Which points lie in a disc or a rotated rectangle around a centre, none of it further away than the radius."""
+    x, y = centre
     angle = rng.uniform(0, 2 * np.pi) if rng.integers(2) else None
     half_height = rng.uniform(0.4, 0.7) * radius
 
