@@ -115,7 +115,7 @@ class KittiPairs(StereoPairs):
 
     A pair is `image_2/NAME.png` and `image_3/NAME.png`, its disparities `disp_occ_0/NAME.png`: 16 bits, 256 a pixel, 0
     where nothing was measured. An item's dictionary has `occluded` where there is a folder `disp_noc_0`, which lacks
-    the disparities of occluded pixels. Images without disparities, the second ones of their sequences, are left out.
+    the disparities of occluded pixels. The second images of sequences, `*_11.png`, have no disparities and are left out.
 
     Args:
         folder: The folder.
@@ -130,12 +130,13 @@ class KittiPairs(StereoPairs):
         places = {'left': 'image_2', 'right': 'image_3', 'disparity': 'disp_occ_0'}
         if (folder / 'disp_noc_0').is_dir():
             places['visible'] = 'disp_noc_0'
-        pairs = [
-            {name: folder / place / path.name for name, place in places.items()}
-            for path in sorted((folder / 'disp_occ_0').glob('*.png'))
-        ]
+        names = {path.name for place in places.values() for path in (folder / place).glob('*_10.png')}
+        names |= {path.name for path in (folder / 'disp_occ_0').glob('*.png')}
+        pairs = [{key: folder / place / name for key, place in places.items()} for name in sorted(names)]
         if not pairs:
-            raise UsageError(f"there are no disparities such as 000000_10.png in '{folder / 'disp_occ_0'}'")
+            raise UsageError(
+                f"there are no pairs such as image_2/000000_10.png and image_3/000000_10.png in '{folder}'"
+            )
         super().__init__(pairs, transforms)
 
     def _target(self, disparities: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
