@@ -115,7 +115,7 @@ class KittiPairs(StereoPairs):
 
     A pair is `image_2/NAME.png` and `image_3/NAME.png`, its disparities `disp_occ_0/NAME.png`: 16 bits, 256 a pixel, 0
     where nothing was measured. An item's dictionary has `occluded` where there is a folder `disp_noc_0`, which lacks
-    the disparities of occluded pixels. The second images of sequences, `*_11.png`, have no disparities and are left out.
+    the disparities of occluded pixels. The second images of sequences, `*_11.png`, have none and are left out.
 
     Args:
         folder: The folder.
