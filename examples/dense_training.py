@@ -1,4 +1,4 @@
-"""What `train_detection.py` and `train_segmentation.py` share: options, data in COCO's format, and the loop."""
+"""What `train_detection.py`, `train_segmentation.py` and `train_stereo.py` share: options, data, and the loop."""
 
 import argparse
 from collections.abc import Callable
@@ -24,13 +24,28 @@ def add_option(group: argparse._ArgumentGroup, name: str, text: str, **kwargs) -
 
 
 def add_training_options(
-    parser: argparse.ArgumentParser, shapes: int, epochs: int, batch_size: int, lr: float, output: str
+    parser: argparse.ArgumentParser,
+    layout: str,
+    generated: str,
+    number: int,
+    epochs: int,
+    batch_size: int,
+    lr: float,
+    output: str,
 ) -> None:
-    """Options of the data and of training, with these defaults."""
+    """Options of the data and of training.
+
+    Args:
+        parser: Where to add them.
+        layout: Of data that are given.
+        generated: What there is where none are given, 'shapes' or 'pairs': the option `--shapes` says how many.
+        number: Default of that option.
+        epochs, batch_size, lr, output: Defaults of those.
+    """
     data = parser.add_argument_group('data')
-    data.add_argument('--data', type=Path, metavar='FOLDER', help='data in COCO format (default: generated shapes)')
+    data.add_argument('--data', type=Path, metavar='FOLDER', help=f'data in {layout} (default: generated {generated})')
     add = partial(add_option, data)
-    add('--shapes', 'generated images to train on', type=int, default=shapes, metavar='N')
+    add(f'--{generated}', 'generated images to train on', type=int, default=number, metavar='N')
     add('--workers', 'processes that load data', type=int, default=0, metavar='N')
     add = partial(add_option, parser.add_argument_group('training'))
     add('--epochs', 'passes over the data', type=int, default=epochs, metavar='N')
@@ -49,7 +64,7 @@ def check_options(args: argparse.Namespace, *positive: str) -> None:
         args: The options.
         positive: Names of those that must be positive besides the common ones.
     """
-    for name in (*positive, 'image_size', 'shapes', 'epochs', 'batch_size', 'lr'):
+    for name in (*positive, 'epochs', 'batch_size', 'lr'):
         if not getattr(args, name) > 0:
             raise UsageError(f'--{name.replace("_", "-")} must be positive, got {getattr(args, name)}')
     if args.workers < 0:
@@ -84,9 +99,11 @@ def load_splits(args: argparse.Namespace, train: Callable[[Path], Dataset], val:
     train_data, val_data = train(folder), val(folder)
     if train_data.category_ids != val_data.category_ids:
         raise UsageError(f"training and validation data in '{folder}' do not have the same categories")
-    if len(train_data) < args.batch_size:
-        raise UsageError(f'--batch-size {args.batch_size} is more than the {len(train_data)} training images')
     return train_data, val_data
+
+
+def in_percent(scores: dict[str, float]) -> str:
+    return '  '.join(f'{name} {100 * score:.1f}' for name, score in scores.items())
 
 
 def train(
@@ -97,6 +114,7 @@ def train(
     data: Dataset,
     collate: Callable,
     clip: float,
+    show: Callable[[dict[str, float]], str] = in_percent,
 ) -> dict[str, float]:
     """Train with AdamW and one cycle of the learning rate.
 
@@ -108,10 +126,16 @@ def train(
         data: Training data.
         collate: Makes batches of it.
         clip: Largest norm of the gradients.
+        show: Scores in words.
 
     Returns:
         The last scores.
+
+    Raises:
+        UsageError: There is less than a batch of data, or the loss is not finite.
     """
+    if len(data) < args.batch_size:
+        raise UsageError(f'--batch-size {args.batch_size} is more than the {len(data)} training images')
     loader = DataLoader(
         data, batch_size=args.batch_size, shuffle=True, drop_last=True, num_workers=args.workers, collate_fn=collate
     )
@@ -137,8 +161,7 @@ def train(
             total += loss.item()
             progress.set_postfix(loss=f'{total / step:.3f}')
         scores = evaluate()
-        figures = '  '.join(f'{name} {100 * score:.1f}' for name, score in scores.items())
-        print(f'epoch {epoch}/{args.epochs}  loss {total / len(loader):.3f}  {figures}', flush=True)
+        print(f'epoch {epoch}/{args.epochs}  loss {total / len(loader):.3f}  {show(scores)}', flush=True)
     return scores
 
 
@@ -148,10 +171,10 @@ def one_at_a_time(data: Dataset, workers: int, collate: Callable) -> tqdm:
     return tqdm(loader, desc='validation', unit='image', leave=False)
 
 
-def save_network(args: argparse.Namespace, model: nn.Module, classes: list[str], scores: dict[str, float]) -> None:
-    """Write weights, class names and scores to `last.pth`."""
+def save_network(args: argparse.Namespace, model: nn.Module, **more: Any) -> None:
+    """Write weights, and what else is given by name, to `last.pth`."""
     with write_beside(args.output / 'last.pth') as unfinished:
-        torch.save({'model': model.state_dict(), 'classes': classes, 'scores': scores}, unfinished)
+        torch.save({'model': model.state_dict(), **more}, unfinished)
 
 
 def enlarge(x: torch.Tensor, scale: int) -> torch.Tensor:

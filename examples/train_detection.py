@@ -52,7 +52,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     add('--image-size', 'shorter side of the images, 800 for COCO', type=int, default=96, metavar='N')
     add('--regions', 'regions of an image that the heads learn from, 512 for COCO', type=int, default=16, metavar='N')
-    add_training_options(parser, shapes=800, epochs=4, batch_size=4, lr=5e-4, output='output/detection')
+    add_training_options(
+        parser, 'COCO format', 'shapes', 800, epochs=4, batch_size=4, lr=5e-4, output='output/detection'
+    )
     return parser.parse_args(argv)
 
 
@@ -132,7 +134,7 @@ def draw_predictions(model: FasterRCNN, data: CocoInstances, path: Path, device:
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Trains and returns the last scores."""
     args = parse_args(argv)
-    check_options(args, 'regions')
+    check_options(args, 'regions', 'image_size', 'shapes')
     torch.manual_seed(args.seed)
     train_data, val_data = load_data(args)
     model = build_model(args, len(train_data.classes)).to(args.device)
@@ -145,7 +147,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         collate,
         clip=5.0,
     )
-    save_network(args, model, train_data.classes, scores)
+    save_network(args, model, classes=train_data.classes, scores=scores)
     draw_predictions(model, val_data, args.output / 'predictions.png', args.device)
     print(f'weights and a picture of predictions are in {args.output}')
     return scores

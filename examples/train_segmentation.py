@@ -56,7 +56,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     model.add_argument('--pretrained', action='store_true', help="start from the backbone's pretrained weights")
     add('--decoder-channels', 'of upernet and fpn, 256 in the papers', type=int, default=64, metavar='N')
     add('--image-size', 'shorter side of the images, 512 for COCO', type=int, default=64, metavar='N')
-    add_training_options(parser, shapes=5120, epochs=5, batch_size=16, lr=1.5e-3, output='output/segmentation')
+    add_training_options(
+        parser, 'COCO format', 'shapes', 5120, epochs=5, batch_size=16, lr=1.5e-3, output='output/segmentation'
+    )
     args = parser.parse_args(argv)
     args.backbone = args.backbone or DEFAULT_BACKBONES[args.model]
     return args
@@ -154,7 +156,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     """Trains and returns the last scores."""
     args = parse_args(argv)
     check_model_name(args.backbone)
-    check_options(args, 'decoder_channels')
+    check_options(args, 'decoder_channels', 'image_size', 'shapes')
     torch.manual_seed(args.seed)
     train_data, val_data = load_data(args)
     network = build_network(args, len(train_data.classes))
@@ -171,7 +173,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         collate,
         clip=1.0,
     )
-    save_network(args, network.model, train_data.classes, scores)
+    save_network(args, network.model, classes=train_data.classes, scores=scores)
     draw_predictions(network, val_data, args.output / 'predictions.png', args.device)
     print(f'weights and a picture of predictions are in {args.output}')
     return scores

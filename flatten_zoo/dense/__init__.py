@@ -1,22 +1,30 @@
-"""Detection and segmentation with the zoo's backbones, and data to try them on."""
+"""Detection and segmentation with the zoo's backbones, stereo matching, and data to try them on."""
 
 from ..cost.dense import rcnn_cost
 from ..samples.shapes import write_shapes
+from ..samples.stereo import write_stereo_pairs
 from .coco import CocoInstances, CocoSemantic, coco_split, semantic_labels
 from .evaluation import CocoScores
 from .isa_net import ISANet, isa_net
+from .psmnet import PSMNet, psmnet
 from .pyramid import LEVELS, PyramidBackbone, freeze_norms, freeze_stages
 from .rcnn import faster_rcnn, mask_rcnn
 from .segmentation import SegmentationScores, segmentation_losses
 from .smp import pyramid_encoder
+from .stereo import DisparityScores, stereo_losses
+from .stereo_data import KittiPairs, SceneFlowPairs, occluded_pixels
 
 __all__ = [
     'LEVELS',
     'CocoInstances',
     'CocoScores',
     'CocoSemantic',
+    'DisparityScores',
     'ISANet',
+    'KittiPairs',
+    'PSMNet',
     'PyramidBackbone',
+    'SceneFlowPairs',
     'SegmentationScores',
     'coco_split',
     'faster_rcnn',
@@ -24,9 +32,13 @@ __all__ = [
     'freeze_stages',
     'isa_net',
     'mask_rcnn',
+    'occluded_pixels',
+    'psmnet',
     'pyramid_encoder',
     'rcnn_cost',
     'segmentation_losses',
     'semantic_labels',
+    'stereo_losses',
     'write_shapes',
+    'write_stereo_pairs',
 ]
