@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from timm.data import create_dataset, create_transform, resolve_data_config
+from timm.layers import set_fast_norm
 from timm.models import create_model
 
 from flatten_zoo.errors import UsageError, report_usage_errors
@@ -131,7 +132,8 @@ def test_split_folder_may_be_given_itself(capsys, run, images):
         '--crop-mode border --crop-border-pixels 2 --no-prefetcher --gp max',
     ],
 )
-def test_options_validate(capsys, run, argv):
+def test_options_validate(capsys, request, run, argv):
+    request.addfinalizer(lambda: set_fast_norm(False))  # it is for the whole process
     figures = results(capsys, '--checkpoint', run, *argv.split())
     assert 0 <= figures['top1'] <= 100
 

@@ -600,8 +600,10 @@ def documented_commands():
 
 def test_documentation_has_its_pictures():
     outputs = [arguments[-1] for arguments in documented_commands()]
-    assert sorted(outputs) == sorted(path.name for path in (DOCS / 'images').glob('*.png'))
-    assert len(outputs) == 3 and all((DOCS / 'images' / output).stat().st_size < 200_000 for output in outputs)
+    pictures = {path.name: path.stat().st_size for path in (DOCS / 'images').glob('*.png')}
+    assert len(outputs) == 3 and set(outputs) <= pictures.keys() and max(pictures.values()) < 200_000
+    pages = ''.join(path.read_text() for path in DOCS.glob('*.md'))
+    assert all(f'images/{name})' in pages for name in pictures)
 
 
 @pytest.mark.slow
