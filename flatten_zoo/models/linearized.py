@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import timm
 import torch
 from timm.models import (
     build_model_with_cfg,
+    get_arch_pretrained_cfgs,
     get_model_args,
     model_entrypoint,
     register_model,
@@ -168,7 +168,7 @@ def linearized(
         ValueError: There is no such base, or it cannot be converted; the message says why.
     """
     architecture, tag = split_model_name_tag(base)
-    if architecture not in timm.list_models(exclude_filters=LINEARIZED):  # not what timm has renamed either
+    if not get_arch_pretrained_cfgs(architecture):  # nor has 'linearized' any, or a name that timm has given up
         raise ValueError(f"base must be the name of a model of timm that is not converted yet, got '{base}'")
     cfg: Any = resolve_pretrained_cfg(architecture, pretrained_cfg or tag, pretrained_cfg_overlay)
     about = pretrained_cfg if isinstance(pretrained_cfg, dict) else getattr(pretrained_cfg, '__dict__', None)
