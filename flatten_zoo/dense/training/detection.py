@@ -38,7 +38,7 @@ class Detection(Task):
 
     name = 'detection'
     best = 'box AP'
-    defaults = {'epochs': 4, 'batch_size': 4, 'lr': 5e-4, 'clip_grad': 5.0, 'warmup_updates': 80}
+    defaults = {'epochs': 4, 'batch_size': 4, 'lr': 5e-4, 'clip_grad': 5.0}
 
     @classmethod
     def add_options(cls, parser: OptionParser) -> None:

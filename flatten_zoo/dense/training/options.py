@@ -96,7 +96,9 @@ def _optimization_options(parser: OptionParser) -> None:
         help='epochs (or updates, where --updates is given) after which --sched step goes down',
     )
     group.add_argument('--decay-rate', type=PART, default=0.1, help='factor of --sched step')
-    group.add_argument('--warmup-updates', type=WHOLE, default=0, metavar='N', help='in which the rate rises')
+    group.add_argument(
+        '--warmup-updates', type=WHOLE, metavar='N', help='in which the rate rises; None: a tenth of all'
+    )
     group.add_argument('--warmup-ratio', type=FRACTION, default=0.001, help='part of --lr that it rises from')
     group.add_argument('--model-ema', action='store_true', help='validate and keep an average of the weights')
     group.add_argument('--model-ema-decay', type=FRACTION, default=0.9998, metavar='X', help='of the average')

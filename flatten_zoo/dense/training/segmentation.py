@@ -76,7 +76,7 @@ class Segmentation(Task):
 
     name = 'segmentation'
     best = 'mIoU'
-    defaults = {'epochs': 5, 'batch_size': 16, 'lr': 1.5e-3, 'clip_grad': 1.0, 'warmup_updates': 160}
+    defaults = {'epochs': 5, 'batch_size': 16, 'lr': 1.5e-3, 'clip_grad': 1.0}
 
     @classmethod
     def add_options(cls, parser: OptionParser) -> None:

@@ -47,7 +47,7 @@ class Stereo(Task):
 
     name = 'stereo'
     best, best_is_low = 'EPE', True
-    defaults = {'epochs': 4, 'batch_size': 2, 'lr': 1e-3, 'clip_grad': 5.0, 'warmup_updates': 80}
+    defaults = {'epochs': 4, 'batch_size': 2, 'lr': 1e-3, 'clip_grad': 5.0}
 
     @classmethod
     def add_options(cls, parser: OptionParser) -> None:

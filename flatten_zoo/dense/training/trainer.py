@@ -403,14 +403,15 @@ def _build_optimizer(args: Options, network: nn.Module) -> torch.optim.Optimizer
 
 def _build_scheduler(args: Options, optimizer: torch.optim.Optimizer, updates: int, unit: int) -> Scheduler:
     """timm's schedule, over updates."""
+    warmup = updates // 10 if args.warmup_updates is None else args.warmup_updates
+    if warmup >= updates:
+        raise UsageError(f'--warmup-updates {warmup} leaves nothing of the {updates} updates')
     common: dict[str, Any] = {
-        'warmup_t': args.warmup_updates,
+        'warmup_t': warmup,
         'warmup_lr_init': args.warmup_ratio * args.lr,
         'warmup_prefix': False,
         't_in_epochs': False,
     }
-    if args.warmup_updates >= updates:
-        raise UsageError(f'--warmup-updates {args.warmup_updates} leaves nothing of the {updates} updates')
     if args.sched == 'cosine':
         return CosineLRScheduler(optimizer, updates, lr_min=args.min_lr, **common)
     if args.sched == 'poly':

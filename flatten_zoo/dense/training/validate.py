@@ -60,6 +60,7 @@ def validate(folder: Path, options: Sequence[str]) -> dict[str, float]:
     parser = validation_parser(task_type)
     parser.set_defaults(**{name: run[name] for name in vars(parser.parse_args([])) if name in run})
     args = parser.parse_with_config(options)
+    args = args.replace(output=str(folder))  # where generated data are
     path = folder / BEST
     state = read_run_checkpoint(path)
     device = join(resolve_device(args.device))
