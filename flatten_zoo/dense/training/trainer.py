@@ -10,9 +10,10 @@ state, and a run that is stopped anywhere and continued ends with the same weigh
 
 import csv
 import errno
+import itertools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -109,7 +110,6 @@ class Trainer:
         self.updates = 0  # so far
         self.rows: list[dict[str, float]] = []  # of the table, one for each validation
         self.loss: EpochLoss | None = None  # since the last of them
-        self.seen: tuple[Any, int] | None = None  # its sum and images at the last update
         self.network: nn.Module = task.network.to(device)
         if args.sync_bn and world_size() > 1:
             self.network = synchronize_batch_norm(self.network, device)
@@ -174,36 +174,33 @@ class Trainer:
         self.loss = self.loss or EpochLoss(label, self.accelerator.device)
         self.loss.label = label
         self.model.train()
-        progress = Progress(self.loader, label, self.args.log_interval)
-        first = self.updates * self.args.grad_accum_steps
-        for number, batch in enumerate(progress, start=first):
-            random_seed(seed_of(self.args.seed, number, rank()))
-            self._learn(batch)
-            if progress.advance(self.args.batch_size):
+        progress = Progress(_Updates(self.loader, self.args.grad_accum_steps), label, self.args.log_interval)
+        for batches in progress:
+            self._update(batches)
+            if progress.advance(self.args.grad_accum_steps * self.args.batch_size):
                 progress.show(loss=f'{self.loss.mean():.4f}', lr=f'{self.learning_rate:.3g}')
-            save_interval = self.args.save_interval
-            if save_interval and self.accelerator.sync_gradients and self.updates % save_interval == 0:
+            if self.args.save_interval and self.updates % self.args.save_interval == 0:
                 self.save()
         self.check()
 
-    def _learn(self, batch: tuple) -> None:
-        """Learn from a batch; with the last one of an update the weights change."""
+    def _update(self, batches: Iterable[tuple]) -> None:
+        """Learn from the batches of an update."""
         assert self.loss is not None
         accelerator = self.accelerator
-        with accelerator.accumulate(self.model):
-            self.scheduler.step_update(self.updates)
-            loss = torch.stack(list(self.task.losses(self.model, batch).values())).sum()
-            accelerator.backward(loss)
-            if accelerator.sync_gradients and self.args.clip_grad:
-                accelerator.clip_grad_norm_(self.model.parameters(), self.args.clip_grad)
-            self.prepared_optimizer.step()
-            self.prepared_optimizer.zero_grad()
-        self.loss.add(loss.detach(), self.args.batch_size)
-        if accelerator.sync_gradients:
-            self.updates += 1
-            self.seen = self.loss.total, self.loss.images
-            if self.average is not None:
-                self.average.update(self.network, step=self.updates)
+        self.scheduler.step_update(self.updates)
+        for number, batch in enumerate(batches):
+            random_seed(seed_of(self.args.seed, self.updates, number, rank()))
+            with accelerator.accumulate(self.model):
+                loss = torch.stack(list(self.task.losses(self.model, batch).values())).sum()
+                accelerator.backward(loss)
+                if accelerator.sync_gradients and self.args.clip_grad:
+                    accelerator.clip_grad_norm_(self.model.parameters(), self.args.clip_grad)
+                self.prepared_optimizer.step()
+                self.prepared_optimizer.zero_grad()
+            self.loss.add(loss.detach(), self.args.batch_size)
+        self.updates += 1
+        if self.average is not None:
+            self.average.update(self.network, step=self.updates)
 
     @property
     def learning_rate(self) -> float:
@@ -238,7 +235,7 @@ class Trainer:
         loss_sum, images = total(self.loss.total.item(), self.loss.images)
         row = {'update': self.updates, 'lr': self.learning_rate, 'train_loss': loss_sum / images, **scores}
         self.rows.append(row)
-        self.loss = self.seen = None
+        self.loss = None
         log.info('%s  loss %.4f  %s', label, row['train_loss'], self.task.show(scores))
         if not is_first():
             return
@@ -260,7 +257,7 @@ class Trainer:
         Each is one file that takes its place when it is whole; all processes have to take part.
         """
         self.check()
-        loss = self.seen and total(float(self.seen[0]), self.seen[1])
+        loss = None if self.loss is None else total(self.loss.total.item(), self.loss.images)
         if not is_first():
             return wait_for_all()
         weights = {'model': self.network.state_dict()}
@@ -321,8 +318,28 @@ class Trainer:
         if state['loss'] is not None:
             loss_sum, images = state['loss'] if is_first() else (0.0, 0)
             self.loss = EpochLoss('', self.accelerator.device, images=int(images), total=loss_sum)
-            self.seen = self.loss.total, self.loss.images
         log.info('continuing from %s after %d updates', path, self.updates)
+
+
+class _Updates:
+    """A loader's batches, those of an update together, as it can be interrupted only between two updates.
+
+    Args:
+        loader: The loader.
+        number: Of batches in an update.
+    """
+
+    def __init__(self, loader: DataLoader, number: int):
+        self.loader = loader
+        self.number = number
+
+    def __len__(self) -> int:
+        return len(self.loader) // self.number
+
+    def __iter__(self) -> Iterator[Iterable[tuple]]:
+        batches = iter(self.loader)
+        for first in batches:
+            yield itertools.chain([first], itertools.islice(batches, self.number - 1))
 
 
 def _write(path: Path, state: dict[str, Any]) -> None:
