@@ -10,6 +10,7 @@ from .psmnet import PSMNet, psmnet
 from .pyramid import LEVELS, PyramidBackbone, freeze_norms, freeze_stages
 from .rcnn import faster_rcnn, mask_rcnn
 from .segmentation import SegmentationScores, segmentation_losses
+from .segmentation_data import SegmentationPairs, segmentation_layouts, segmentation_split
 from .smp import pyramid_encoder
 from .stereo import DisparityScores, stereo_losses
 from .stereo_data import KittiPairs, SceneFlowPairs, occluded_pixels
@@ -25,6 +26,7 @@ __all__ = [
     'PSMNet',
     'PyramidBackbone',
     'SceneFlowPairs',
+    'SegmentationPairs',
     'SegmentationScores',
     'coco_split',
     'faster_rcnn',
@@ -36,7 +38,9 @@ __all__ = [
     'psmnet',
     'pyramid_encoder',
     'rcnn_cost',
+    'segmentation_layouts',
     'segmentation_losses',
+    'segmentation_split',
     'semantic_labels',
     'stereo_losses',
     'write_shapes',
