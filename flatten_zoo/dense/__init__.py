@@ -11,6 +11,7 @@ from .pyramid import LEVELS, PyramidBackbone, freeze_norms, freeze_stages
 from .rcnn import faster_rcnn, mask_rcnn
 from .segmentation import SegmentationScores, segmentation_losses
 from .segmentation_data import SegmentationPairs, segmentation_layouts, segmentation_split
+from .segmentation_inference import multi_scale, sliding_window
 from .smp import pyramid_encoder
 from .stereo import DisparityScores, stereo_losses
 from .stereo_data import KittiPairs, SceneFlowPairs, occluded_pixels
@@ -34,6 +35,7 @@ __all__ = [
     'freeze_stages',
     'isa_net',
     'mask_rcnn',
+    'multi_scale',
     'occluded_pixels',
     'psmnet',
     'pyramid_encoder',
@@ -42,6 +44,7 @@ __all__ = [
     'segmentation_losses',
     'segmentation_split',
     'semantic_labels',
+    'sliding_window',
     'stereo_losses',
     'write_shapes',
     'write_stereo_pairs',
