@@ -6,6 +6,7 @@ from ..samples.stereo import write_stereo_pairs
 from .coco import CocoInstances, CocoSemantic, coco_split, semantic_labels
 from .evaluation import CocoScores
 from .isa_net import ISANet, isa_net
+from .pictures import colour_of, draw_detections, draw_labels, draw_legend
 from .psmnet import PSMNet, psmnet
 from .pyramid import LEVELS, PyramidBackbone, freeze_norms, freeze_stages
 from .rcnn import faster_rcnn, mask_rcnn
@@ -30,6 +31,10 @@ __all__ = [
     'SegmentationPairs',
     'SegmentationScores',
     'coco_split',
+    'colour_of',
+    'draw_detections',
+    'draw_labels',
+    'draw_legend',
     'faster_rcnn',
     'freeze_norms',
     'freeze_stages',
