@@ -39,6 +39,9 @@ def test_scores():
     result = scores.compute()
     assert result['IoU background'] == pytest.approx(2 / 4) and result['IoU thing'] == pytest.approx(3 / 5)
     assert math.isnan(result['IoU other'])  # found only where nothing counts
+    assert result['accuracy background'] == pytest.approx(2 / 3) and result['accuracy thing'] == pytest.approx(3 / 4)
+    assert math.isnan(result['accuracy other'])
+    assert result['mean accuracy'] == pytest.approx((2 / 3 + 3 / 4) / 2)
     assert result['mIoU'] == pytest.approx((2 / 4 + 3 / 5) / 2) and result['accuracy'] == pytest.approx(5 / 7)
 
     # logits, and pixels of all images together

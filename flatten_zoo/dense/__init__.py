@@ -6,10 +6,13 @@ from ..samples.stereo import write_stereo_pairs
 from .coco import CocoInstances, CocoSemantic, coco_split, semantic_labels
 from .evaluation import CocoScores
 from .isa_net import ISANet, isa_net
+from .pictures import colour_of, draw_detections, draw_labels, draw_legend
 from .psmnet import PSMNet, psmnet
 from .pyramid import LEVELS, PyramidBackbone, freeze_norms, freeze_stages
 from .rcnn import faster_rcnn, mask_rcnn
 from .segmentation import SegmentationScores, segmentation_losses
+from .segmentation_data import SegmentationPairs, segmentation_layouts, segmentation_split
+from .segmentation_inference import multi_scale, sliding_window
 from .smp import pyramid_encoder
 from .stereo import DisparityScores, stereo_losses
 from .stereo_data import KittiPairs, SceneFlowPairs, occluded_pixels
@@ -25,19 +28,28 @@ __all__ = [
     'PSMNet',
     'PyramidBackbone',
     'SceneFlowPairs',
+    'SegmentationPairs',
     'SegmentationScores',
     'coco_split',
+    'colour_of',
+    'draw_detections',
+    'draw_labels',
+    'draw_legend',
     'faster_rcnn',
     'freeze_norms',
     'freeze_stages',
     'isa_net',
     'mask_rcnn',
+    'multi_scale',
     'occluded_pixels',
     'psmnet',
     'pyramid_encoder',
     'rcnn_cost',
+    'segmentation_layouts',
     'segmentation_losses',
+    'segmentation_split',
     'semantic_labels',
+    'sliding_window',
     'stereo_losses',
     'write_shapes',
     'write_stereo_pairs',

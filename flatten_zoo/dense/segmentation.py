@@ -31,7 +31,7 @@ def segmentation_losses(
 
 
 class SegmentationScores:
-    """Intersection over union of predicted classes with the true ones, over the pixels of all images together.
+    """Intersection over union and accuracy of predicted classes, over the pixels of all images together.
 
     Args:
         classes: Name of each class, in the order of the labels.
@@ -75,14 +75,20 @@ class SegmentationScores:
         self.confusion += state
 
     def compute(self) -> dict[str, float]:
-        """The mean over the classes ('mIoU'), the share of pixels that are right ('accuracy') and the IoU by class.
+        """The scores, from 0 to 1.
 
-        Classes that are neither in the images nor predicted have no IoU, NaN, and no part in the mean.
+        Returns:
+            The mean of the classes' IoU ('mIoU'), the share of all pixels that are right ('accuracy'), the mean of the
+            classes' shares ('mean accuracy'), and for each class 'IoU NAME' and 'accuracy NAME', the share of its
+            pixels that are right. Classes that are neither in the images nor predicted have no IoU, those that are not
+            in the images no accuracy: NaN, and no part in the mean.
         """
         right, true, predicted = self.confusion.diag(), self.confusion.sum(1), self.confusion.sum(0)
-        iou = right / (true + predicted - right)
+        iou, accuracy = right / (true + predicted - right), right / true
         return {
             'mIoU': iou.nanmean().item(),
             'accuracy': (right.sum() / self.confusion.sum()).item(),
+            'mean accuracy': accuracy.nanmean().item(),
             **{f'IoU {name}': value for name, value in zip(self.classes, iou.tolist(), strict=True)},
+            **{f'accuracy {name}': value for name, value in zip(self.classes, accuracy.tolist(), strict=True)},
         }
