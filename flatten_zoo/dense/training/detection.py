@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torchvision.transforms import v2
-from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks, make_grid, save_image
+from torchvision.utils import make_grid, save_image
 
 from flatten_zoo.errors import UsageError, first_line
 from flatten_zoo.files import write_beside
@@ -20,9 +20,10 @@ from flatten_zoo.training.options.parser import OptionParser
 from ...samples.shapes import write_shapes
 from ..coco import CocoInstances, coco_split
 from ..evaluation import CocoScores
+from ..pictures import draw_detections
 from ..pyramid import LEVELS
 from ..rcnn import faster_rcnn, mask_rcnn
-from .task import COLOURS, Task, check_folder, enlarge, optional
+from .task import Task, check_folder, optional
 
 __all__ = ['Detection', 'generated_shapes']
 
@@ -150,29 +151,12 @@ class Detection(Task):
         for index in range(min(count, len(self.val_data))):
             image, _ = self.val_data[index]
             (found,) = network([image.to(device)])
-            pictures.append(self._picture(image.as_subclass(torch.Tensor), found))
+            scale = math.ceil(256 / max(image.shape))  # small images are enlarged for their captions
+            pictures.append(draw_detections(image, found, self.val_data.classes, enlarge=scale))
         height, width = (max(picture.shape[side] for picture in pictures) for side in (1, 2))
         pictures = [v2.functional.pad(p, [0, 0, width - p.shape[2], height - p.shape[1]]) for p in pictures]
         with write_beside(path) as temporary:
             save_image(make_grid(pictures, nrow=4), temporary)
-
-    def _picture(self, image: torch.Tensor, found: dict[str, torch.Tensor]) -> torch.Tensor:
-        """An image with what is found in it."""
-        found = {key: x[found['scores'] > 0.5].float().cpu() for key, x in found.items()}
-        labels = found['labels'].int().tolist()
-        scale = math.ceil(256 / max(image.shape))  # small images are enlarged for their captions
-        picture = enlarge(image, scale)
-        if not labels:
-            return picture
-        colours = [COLOURS[(label - 1) % len(COLOURS)] for label in labels]
-        if 'masks' in found:
-            masks = enlarge(found['masks'][:, 0], scale) > 0.5
-            picture = draw_segmentation_masks(picture, masks, alpha=0.5, colors=colours)
-        captions = [
-            f'{self.val_data.classes[label]} {score:.2f}'
-            for label, score in zip(labels, found['scores'].tolist(), strict=True)
-        ]
-        return draw_bounding_boxes(picture, scale * found['boxes'], captions, colors=colours, width=2)
 
 
 def generated_shapes(args: argparse.Namespace, size: int) -> Path:

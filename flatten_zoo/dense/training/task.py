@@ -13,9 +13,7 @@ from torch.utils.data import Dataset
 from flatten_zoo.errors import UsageError
 from flatten_zoo.training.options.parser import OptionParser
 
-__all__ = ['COLOURS', 'Scores', 'Task', 'check_folder', 'enlarge', 'optional']
-
-COLOURS = ['red', 'lime', 'dodgerblue', 'yellow', 'magenta', 'cyan']
+__all__ = ['Scores', 'Task', 'check_folder', 'optional']
 
 
 class Scores(Protocol):
@@ -108,6 +106,10 @@ class Task(ABC):
             scores: What `new_scores` returned.
         """
 
+    def main_scores(self, scores: dict[str, float]) -> dict[str, float]:
+        """Those of the scores that say most."""
+        return scores
+
     @abstractmethod
     def show(self, scores: dict[str, float]) -> str:
         """Scores in words."""
@@ -131,8 +133,3 @@ def check_folder(folder: str) -> Path:
     if not Path(folder).is_dir():
         raise UsageError(f"there is no folder '{folder}' (--data)")
     return Path(folder)
-
-
-def enlarge(x: torch.Tensor, scale: int) -> torch.Tensor:
-    """A small picture several times as large, for the eye and for captions."""
-    return x.repeat_interleave(scale, -1).repeat_interleave(scale, -2)

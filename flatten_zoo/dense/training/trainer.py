@@ -243,7 +243,7 @@ class Trainer:
             writer = csv.DictWriter(file, list(row))
             writer.writeheader()
             writer.writerows(self.rows)
-        lines = {name: name for name in scores if not name.startswith('IoU ')}
+        lines = {name: name for name in self.task.main_scores(scores)}
         panels = {'loss': {'': 'train_loss'}, 'scores': lines, 'learning rate': {'': 'lr'}}
         draw_panels(self.rows, panels, self.folder / 'curves.png', x='update')
         if self.args.log_tensorboard:
