@@ -3,12 +3,13 @@
 from ..cost.dense import rcnn_cost
 from ..samples.shapes import write_shapes
 from ..samples.stereo import write_stereo_pairs
+from .cascade import CascadeRoIHeads
 from .coco import CocoInstances, CocoSemantic, coco_split, semantic_labels
 from .evaluation import CocoScores
 from .isa_net import ISANet, isa_net
 from .psmnet import PSMNet, psmnet
 from .pyramid import LEVELS, PyramidBackbone, freeze_norms, freeze_stages
-from .rcnn import faster_rcnn, mask_rcnn
+from .rcnn import cascade_mask_rcnn, faster_rcnn, mask_rcnn, retinanet
 from .segmentation import SegmentationScores, segmentation_losses
 from .smp import pyramid_encoder
 from .stereo import DisparityScores, stereo_losses
@@ -16,6 +17,7 @@ from .stereo_data import KittiPairs, SceneFlowPairs, occluded_pixels
 
 __all__ = [
     'LEVELS',
+    'CascadeRoIHeads',
     'CocoInstances',
     'CocoScores',
     'CocoSemantic',
@@ -26,6 +28,7 @@ __all__ = [
     'PyramidBackbone',
     'SceneFlowPairs',
     'SegmentationScores',
+    'cascade_mask_rcnn',
     'coco_split',
     'faster_rcnn',
     'freeze_norms',
@@ -36,6 +39,7 @@ __all__ = [
     'psmnet',
     'pyramid_encoder',
     'rcnn_cost',
+    'retinanet',
     'segmentation_losses',
     'semantic_labels',
     'stereo_losses',
