@@ -22,12 +22,17 @@ from ..coco import CocoInstances, coco_split
 from ..evaluation import CocoScores
 from ..pictures import draw_detections
 from ..pyramid import LEVELS
-from ..rcnn import faster_rcnn, mask_rcnn
+from ..rcnn import cascade_mask_rcnn, faster_rcnn, mask_rcnn, retinanet
 from .task import Task, check_folder, optional
 
 __all__ = ['Detection', 'generated_shapes']
 
-MODELS = {'mask_rcnn': mask_rcnn, 'faster_rcnn': faster_rcnn}
+MODELS = {
+    'mask_rcnn': mask_rcnn,
+    'faster_rcnn': faster_rcnn,
+    'cascade_mask_rcnn': cascade_mask_rcnn,
+    'retinanet': retinanet,
+}
 
 
 class Detection(Task):
@@ -101,7 +106,17 @@ class Detection(Task):
         unknown = set(args.levels) - set(LEVELS)
         if unknown:
             raise UsageError(f'--levels: there is no {unknown.pop()}, only {", ".join(LEVELS)}')
-        kwargs: dict[str, Any] = {'drop_path_rate': args.drop_path} if args.drop_path else {}
+        kwargs: dict[str, Any] = {
+            # the proportions of torchvision's defaults
+            'min_size': tuple(args.image_size),
+            'max_size': max(args.image_size) * 5 // 3,
+        }
+        if args.model != 'retinanet':  # which has no regions
+            kwargs |= {
+                'box_batch_size_per_image': args.regions,
+                'rpn_post_nms_top_n_train': 4 * args.regions,
+                'rpn_post_nms_top_n_test': 2 * args.regions,
+            }
         # torchvision's habits for a pretrained backbone, also where its weights come from a checkpoint
         layers = args.trainable_layers
         if layers is None and args.pretrained:
@@ -115,13 +130,8 @@ class Detection(Task):
                 pretrained_backbone=args.pretrained and not trained,
                 trainable_backbone_layers=layers,
                 freeze_norm=args.pretrained,
-                backbone_kwargs=kwargs,
-                # the proportions of torchvision's defaults
-                min_size=tuple(args.image_size),
-                max_size=max(args.image_size) * 5 // 3,
-                box_batch_size_per_image=args.regions,
-                rpn_post_nms_top_n_train=4 * args.regions,
-                rpn_post_nms_top_n_test=2 * args.regions,
+                backbone_kwargs={'drop_path_rate': args.drop_path} if args.drop_path else None,
+                **kwargs,
             )
         except (RuntimeError, ValueError) as e:
             raise UsageError(f'cannot build {args.model} with --backbone {args.backbone}: {first_line(e)}') from e

@@ -126,6 +126,7 @@ class Segmentation(Task):
             metavar='X',
             help='images to train on are between so many times as large, at random',
         )
+        group.add_argument('--hflip', type=FRACTION, default=0.5, metavar='P', help='probability of a mirror image')
         group.add_argument('--distort-colours', action='store_true', help='of images to train on, at random')
         group = parser.add_argument_group('validation')
         group.add_argument(
@@ -177,7 +178,7 @@ class Segmentation(Task):
         transforms = [
             v2.RandomResize(smallest, largest + 1),
             v2.RandomCrop(crop, pad_if_needed=True, fill=fill),
-            v2.RandomHorizontalFlip(),
+            v2.RandomHorizontalFlip(args.hflip),
         ]
         if args.distort_colours:
             transforms.append(v2.RandomPhotometricDistort())
