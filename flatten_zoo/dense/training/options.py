@@ -81,7 +81,7 @@ def _optimization_options(parser: OptionParser) -> None:
     group.add_argument('--lr', type=POSITIVE, help='highest learning rate')
     group.add_argument('--momentum', type=FRACTION, default=0.9, help='of SGD and its like')
     group.add_argument('--weight-decay', type=NOT_NEGATIVE, default=0.05, help='of weights that are matrices or more')
-    group.add_argument('--clip-grad', type=POSITIVE, metavar='NORM', help='largest norm of the gradients')
+    group.add_argument('--clip-grad', type=NOT_NEGATIVE, metavar='NORM', help='largest norm of the gradients, 0: any')
     group.add_argument(
         '--sched', default='cosine', choices=('cosine', 'poly', 'step'), help='how the learning rate falls'
     )
