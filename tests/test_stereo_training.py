@@ -1,6 +1,7 @@
 """Training stereo matching."""
 
 import math
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from flatten_zoo.cli import main
 from flatten_zoo.dense import SceneFlowPairs, psmnet, write_stereo_pairs
 
 ROOT = Path(__file__).parents[1]
-TINY = '--image-size 32 32 --max-disparity 8 --pairs 2 --batch-size 2 --epochs 1 --device cpu'.split()
+TINY = shlex.split('--image-size 32 32 --max-disparity 8 --pairs 2 --batch-size 2 --epochs 1 --device cpu')
 
 
 def test_training_on_a_folder_of_larger_pairs(tmp_path, capsys):
