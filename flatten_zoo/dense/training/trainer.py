@@ -147,7 +147,7 @@ class Trainer:
     @cached_property
     def tensorboard(self) -> Any:
         """Where each row of the table is logged as well."""
-        return start_tensorboard(self.folder, self.updates + 1)
+        return start_tensorboard(self.folder, self.updates)
 
     def train(self) -> None:
         """Train to the end; validate, record and save on the way."""
@@ -275,7 +275,7 @@ class Trainer:
         }
         if self.accelerator.scaler is not None:
             state['scaler'] = self.accelerator.scaler.state_dict()
-        if loss is None and self._is_best():
+        if loss is None and self.rows and self._is_best():
             _write(self.folder / BEST, weights | facts)
         _write(self.folder / LAST, state)
         return wait_for_all()
