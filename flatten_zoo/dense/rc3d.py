@@ -210,14 +210,10 @@ class RC3D(nn.Module):
         found, head_losses = self.roi_heads(features, proposals, sizes, boxes)
         if self.training:
             return {**losses, **head_losses}
-        return [
-            {'segments': one['boxes'][:, 0::2], 'labels': one['labels'], 'scores': one['scores']} for one in found
-        ]
+        return [{'segments': one['boxes'][:, 0::2], 'labels': one['labels'], 'scores': one['scores']} for one in found]
 
 
-def _check_targets(
-    targets: Sequence[dict[str, torch.Tensor]] | None, num_clips: int
-) -> list[dict[str, torch.Tensor]]:
+def _check_targets(targets: Sequence[dict[str, torch.Tensor]] | None, num_clips: int) -> list[dict[str, torch.Tensor]]:
     """Targets as torchvision's detectors take them."""
     if targets is None or len(targets) != num_clips:
         raise ValueError(f'training needs as many targets as clips, {num_clips}, got {len(targets or ())}')
@@ -234,9 +230,7 @@ def _check_targets(
     return boxes
 
 
-def temporal_nms(
-    segments: torch.Tensor, scores: torch.Tensor, labels: torch.Tensor, nms_thresh: float
-) -> torch.Tensor:
+def temporal_nms(segments: torch.Tensor, scores: torch.Tensor, labels: torch.Tensor, nms_thresh: float) -> torch.Tensor:
     """Non-maximum suppression in time, of each class for itself: for detections of several clips of one video.
 
     Args:

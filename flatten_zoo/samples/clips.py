@@ -184,9 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument('--fps', type=float, default=8, help='frames a second')
     parser.add_argument('--seed', type=int, default=0, help='of everything')
     args = parser.parse_args(argv)
-    written = write_clips(
-        args.folder, args.clips, args.held_out, args.frames, args.image_size, args.fps, args.seed
-    )
+    written = write_clips(args.folder, args.clips, args.held_out, args.frames, args.image_size, args.fps, args.seed)
     done = 'written to' if written else 'already in'
     print(f'{args.clips} training and {args.held_out} held-out clips {done} {args.folder}')
 
