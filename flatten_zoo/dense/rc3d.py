@@ -6,8 +6,8 @@ Papers:
     * `Efficient Attention: Attention with Linear Complexities` (EA R-C3D: section 5.2, Table 6)
         - https://arxiv.org/abs/1812.01243
 
-Time is one axis of what torchvision's two-stage detectors do in two: a clip is an image one unit high whose width are its
-frames, and an interval a box of full height, so that overlaps, targets, losses and non-maximum suppression are theirs.
+Time is one axis of what torchvision's two-stage detectors do in two: a clip is an image one unit high, whose width are
+its frames, and an interval a box of full height, so that overlaps, targets, losses and suppression are theirs.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def _as_boxes(segments: torch.Tensor) -> torch.Tensor:
 
 
 def _as_box_changes(changes: torch.Tensor, dim: int) -> torch.Tensor:
-    """Changes of centre and length, two along a dimension, with those of a box's other axis, which are 0, after each."""
+    """Changes of centre and length, along a dimension, with those of a box's other axis, which are 0, after each."""
     return torch.stack([changes, torch.zeros_like(changes)], dim + 1).flatten(dim, dim + 1)
 
 
@@ -115,16 +115,16 @@ class RC3D(nn.Module):
     """A trunk of 3-D convolutions, temporal proposals, and a head that classifies and refines them.
 
     Its calls are those of torchvision's detectors. `model(clips, targets)` is a dictionary of losses in training,
-    'loss_objectness', 'loss_rpn_box_reg', 'loss_classifier' and 'loss_box_reg'; in inference `model(clips)` is a list of
-    a dictionary for each clip: `segments` (N×2, start and end in frames of the clip, 0 ≤ start < end ≤ T), `labels` (N,
-    from 1) and `scores` (N, from 0 to 1, the highest first).
+    'loss_objectness', 'loss_rpn_box_reg', 'loss_classifier' and 'loss_box_reg'; in inference `model(clips)` is a list
+    of a dictionary for each clip: `segments` (N×2, start and end in frames of the clip, 0 ≤ start < end ≤ T), `labels`
+    (N, from 1) and `scores` (N, from 0 to 1, the highest first).
 
     Clips of a batch may differ in their number of frames; shorter ones are padded at their end, where nothing is found,
     but which attention sees.
 
     Shape:
-        - clips: (B, 3, T, H, W), or a list of (3, T, H, W) of one height and width; values from 0 to 1, which the network
-          normalizes as torchvision's Kinetics weights want it
+        - clips: (B, 3, T, H, W), or a list of (3, T, H, W) of one height and width; values from 0 to 1, which the
+          network normalizes as torchvision's Kinetics weights want it
         - targets: of each clip `segments` (N×2, in frames), N may be 0, and `labels` (N, int64, from 1)
 
     Args:
@@ -202,8 +202,8 @@ class RC3D(nn.Module):
         positions = -(-longest // _STRIDE)
         if features['0'].shape[2] != positions:
             raise ValueError(
-                f'the trunk must have a temporal stride of {_STRIDE}: {longest} frames are to give {positions} positions, '
-                f'not {features["0"].shape[2]}'
+                f'the trunk must have a temporal stride of {_STRIDE}: {longest} frames are to give {positions} '
+                f'positions, not {features["0"].shape[2]}'
             )
         sizes = [(1, n) for n in frames]
         proposals, losses = self.rpn(ImageList(x, sizes), features, boxes)
@@ -305,8 +305,8 @@ def rc3d(
             the identity; None for the plain network, whose state dict loads into the others with `strict=False`.
         attention_kwargs: Arguments of the attention operator; key and value width are 64 by default.
         weights_backbone: Kinetics weights of the backbone, as torchvision's models take them ('DEFAULT',
-            `R3D_18_Weights.KINETICS400_V1`). State dicts of torchvision's video networks load into `model.backbone` with
-            `strict=False`, all but their `fc`.
+            `R3D_18_Weights.KINETICS400_V1`). State dicts of torchvision's video networks load into `model.backbone`
+            with `strict=False`, all but their `fc`.
         anchor_scales: Lengths of the anchors in strides of 8 frames.
         score_thresh: Detections of a lower score are left out.
         nms_thresh: Of two detections of a class whose temporal IoU is above it, the weaker one is left out. R-C3D takes

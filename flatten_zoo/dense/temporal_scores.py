@@ -14,9 +14,9 @@ class TemporalScores:
     It is that of the kit's last version (`TH14evalDet_Updated`), for each class and IoU threshold:
 
     - In each video, true segments in the order given each take the free detection of their class that overlaps them
-      most (of equal ones that of the highest score), if its IoU is above the threshold. So each truth and each detection
-      is matched once at most; the others' detections are wrong. (ActivityNet's protocol goes by the detections instead,
-      the highest score first.)
+      most (of equal ones that of the highest score), if its IoU is above the threshold. So each truth and each
+      detection is matched once at most; detections that none takes are wrong. (ActivityNet's protocol goes by the
+      detections instead, the highest score first.)
     - Wrong detections that overlap an ambiguous segment of their video at all do not count.
     - Average precision is the sum, over right detections, of the precision at their place in the order of all videos'
       scores, divided by the number of true segments: not interpolated. Without detections it is 0.
@@ -68,14 +68,14 @@ class TemporalScores:
     def average_precisions(self) -> np.ndarray:
         """Thresholds × classes without the background, from 0 to 1; NaN of classes without true segments."""
         result = np.full((len(self.thresholds), self.num_classes - 1), np.nan)
-        for label, (truths, found) in enumerate(zip(self._truths[1:], self._found[1:], strict=True)):
+        for column, (truths, found) in enumerate(zip(self._truths[1:], self._found[1:], strict=True)):
             if not truths:
                 continue
             scores, right, counts = (np.concatenate(parts, axis=-1) for parts in zip(*found, strict=True))
             order = np.argsort(-scores, kind='stable')
             right, counts = right[:, order], counts[:, order]
             precisions = right.cumsum(axis=1) / counts.cumsum(axis=1).clip(1)
-            result[:, label] = (precisions * right).sum(axis=1) / truths
+            result[:, column] = (precisions * right).sum(axis=1) / truths
         return result
 
     def compute(self) -> dict[str, float]:

@@ -62,9 +62,9 @@ class ActivityNetClips(Dataset):
 
     An item is a clip and a dictionary, as `rc3d` takes them. The clip is 3×T×H×W, float32, from 0 to 1. The dictionary
     has `segments` (N×2, float32, start and end in frames of the clip) and `labels` (N, int64, from 1: 0 is the
-    background) of the actions that are at least half inside, cut where the clip ends; and `video`, `start` and `fps`: the
-    clip's frame t is at `start + t / fps` seconds of that video. N may be 0. Segments with THUMOS14's label 'Ambiguous'
-    are no actions; `truth` has them.
+    background) of the actions that are at least half inside, cut where the clip ends; and `video`, `start` and `fps`:
+    the clip's frame t is at `start + t / fps` seconds of that video. N may be 0. Segments with THUMOS14's label
+    'Ambiguous' are no actions; `truth` has them.
 
     That every video is there and has a frame that can be read, and that its annotations lie inside it (half a second is
     let pass and cut off), is checked when the data are opened.
@@ -269,36 +269,40 @@ def _images(video: _Video, moments: np.ndarray) -> np.ndarray:
     return np.stack([frames[index] for index in indices.tolist()])
 
 
-def _length(path: Path) -> tuple[float, float]:
-    """Seconds and frames a second of a video file, of which one frame is decoded."""
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
+    """A video file and the first video in it, by PyAV, with a `ValueError` for what it cannot read."""
     with dense_extra('video'):
         import av
-    with av.open(path) as container:
-        if not container.streams.video:
-            raise ValueError('it has no frames: there is no video in it')
-        stream = container.streams.video[0]
-        if next(container.decode(stream), None) is None:
+    try:
+        with av.open(path) as container:
+            if not container.streams.video:
+                raise ValueError('it has no frames: there is no video in it')
+            yield container, container.streams.video[0]
+    except av.FFmpegError as e:
+        raise ValueError(e.strerror or first_line(e)) from e
+
+
+def _length(path: Path) -> tuple[float, float]:
+    """Seconds and frames a second of a video file, of which one frame is decoded."""
+    with _opened(path) as (container, stream):
+        frame = next(container.decode(stream), None)
+        if frame is None:
             raise ValueError('it has no frames')
-        rate = stream.average_rate or stream.guessed_rate
-        if stream.duration:
-            seconds = stream.duration * stream.time_base
-        else:
-            seconds = (container.duration or 0) / av.time_base
-        if not rate or not seconds > 0:
-            raise ValueError('it does not say how long it is and how many frames a second it has')
+        seconds = stream.duration * stream.time_base if stream.duration else (container.duration or 0) / 1e6
+        rate = stream.average_rate
+        if frame.time is None or not rate or not seconds > 0:
+            raise ValueError('it does not say how long it is and when its frames are shown')
         return float(seconds), float(rate)
 
 
 def _frames(path: Path, moments: np.ndarray) -> np.ndarray:
     """T×H×W×3 pixels of the frames of a video file that are shown at moments in seconds, which ascend."""
-    with dense_extra('video'):
-        import av
     chosen: list[np.ndarray] = []
-    with av.open(path) as container:
-        stream = container.streams.video[0]
+    with _opened(path) as (container, stream):
         stream.thread_type = 'AUTO'
-        begin = (stream.start_time or 0) * stream.time_base
-        container.seek(int((moments[0] + float(begin)) / stream.time_base), stream=stream)  # to a key frame before it
+        begin = float((stream.start_time or 0) * stream.time_base)
+        container.seek(int((moments[0] + begin) / stream.time_base), stream=stream)  # to the key frame before it
         last = None
         for frame in container.decode(stream):
             # a frame is shown until the next one is
@@ -307,7 +311,7 @@ def _frames(path: Path, moments: np.ndarray) -> np.ndarray:
             if len(chosen) == len(moments):
                 break
             last = frame
-        if last is None or (len(chosen) < len(moments) and moments[-1] > float(last.time - begin) + 1):
-            raise ValueError(f'there are no frames at {moments[-1]:.2f} seconds, before it says that it ends')
+        if last is None or (len(chosen) < len(moments) and moments[-1] > last.time - begin + _TOLERANCE):
+            raise ValueError(f'it has no frame at {moments[-1]:.2f} seconds, though it says that it is longer')
         chosen += [last.to_ndarray(format='rgb24')] * (len(moments) - len(chosen))
     return np.stack(chosen)

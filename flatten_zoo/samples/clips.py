@@ -1,7 +1,7 @@
 """Generated clips in which shapes move, turn and blink for a while, annotated as ActivityNet's videos are.
 
-A square and a triangle before a mottled background rest, except while they act: a class is what is done, whichever shape
-does it. Different shapes may act at the same time.
+A square and a triangle before a mottled background rest, except while they act: a class is what is done, whichever
+shape does it. Different shapes may act at the same time.
 """
 
 import argparse
