@@ -152,6 +152,10 @@ class ActivityNetClips(Dataset):
             'fps': fps,
         }
 
+    def duration(self, video: str) -> float:
+        """Seconds of a video."""
+        return self._videos[video].duration
+
     def truth(self, video: str) -> dict[str, torch.Tensor]:
         """What is in a video, in seconds, as `TemporalScores` takes it: `segments`, `labels` and `ambiguous`."""
         actions = self._videos[video].actions

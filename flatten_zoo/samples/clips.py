@@ -120,7 +120,7 @@ def _draw(rng: np.random.Generator, num_frames: int, side: int) -> tuple[np.ndar
     for corners in _CORNERS:
         colour = far_colour(rng, background)
         radius = rng.uniform(0.14, 0.22) * side
-        schedule = _schedule(rng, num_frames)
+        schedule = _schedule(rng, num_frames, actions)
         places, angles, seen = _act(rng, schedule, num_frames, radius, side)
         masks = np.stack(
             [
@@ -134,8 +134,10 @@ def _draw(rng: np.random.Generator, num_frames: int, side: int) -> tuple[np.ndar
     return np.rint(frames.clip(0, 1) * 255).astype(np.uint8), sorted(actions)
 
 
-def _schedule(rng: np.random.Generator, num_frames: int) -> list[tuple[int, int, str]]:
-    """What a shape does: up to two actions, one after the other with rests between them."""
+def _schedule(
+    rng: np.random.Generator, num_frames: int, others: list[tuple[int, int, str]]
+) -> list[tuple[int, int, str]]:
+    """What a shape does: up to two actions, with rests between them, and none that another shape does at that time."""
     actions = []
     time = 0
     for _ in range(rng.integers(3)):
@@ -143,8 +145,10 @@ def _schedule(rng: np.random.Generator, num_frames: int) -> list[tuple[int, int,
         start = time + int(rng.integers(num_frames // 2))
         if start + length > num_frames:
             break
-        actions.append((start, start + length, str(rng.choice(ACTIONS))))
-        time = start + length + num_frames // 16
+        end, label = start + length, str(rng.choice(ACTIONS))
+        if not any(label == other[2] and start < other[1] and other[0] < end for other in others):
+            actions.append((start, end, label))
+        time = end + num_frames // 16
     return actions
 
 
