@@ -15,10 +15,11 @@ from .detection import Detection
 from .segmentation import Segmentation
 from .stereo import Stereo
 from .task import Task
+from .video import Video
 
 __all__ = ['TASKS', 'check_options', 'recorded_run', 'task_parser', 'validation_parser']
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Detection, Segmentation, Stereo)}
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Detection, Segmentation, Stereo, Video)}
 
 
 def task_parser(task: type[Task]) -> OptionParser:
