@@ -11,8 +11,8 @@ from .isa_net import ISANet, isa_net
 from .pictures import colour_of, draw_detections, draw_labels, draw_legend
 from .psmnet import PSMNet, psmnet
 from .pyramid import LEVELS, PyramidBackbone, freeze_norms, freeze_stages
-from .rcnn import cascade_mask_rcnn, faster_rcnn, mask_rcnn, retinanet
 from .rc3d import RC3D, rc3d, temporal_nms
+from .rcnn import cascade_mask_rcnn, faster_rcnn, mask_rcnn, retinanet
 from .segmentation import SegmentationScores, segmentation_losses
 from .segmentation_data import SegmentationPairs, segmentation_layouts, segmentation_split
 from .segmentation_inference import multi_scale, sliding_window
