@@ -328,9 +328,18 @@ def test_first_words(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_run_of_another_program_is_not_validated(tmp_path):
-    (tmp_path / 'args.yaml').write_text('model: resnet50\n')
-    with pytest.raises(UsageError, match='is of no task of flatten-zoo train-dense'):
+@pytest.mark.parametrize(
+    'recorded, message',
+    [
+        ('model: resnet50', 'is of no task of flatten-zoo train-dense'),
+        ('{task: detection, backbone: hf-hub:somebody/model}', "the backbone 'hf-hub:somebody/model', which is no reg"),
+        ('{task: detection, nonsense: 1}', "args.yaml: unknown option 'nonsense'"),
+        ('task: detection', 'there is no file .*best.pth'),
+    ],
+)
+def test_run_that_is_not_validated(tmp_path, recorded, message):
+    (tmp_path / 'args.yaml').write_text(recorded)
+    with pytest.raises(UsageError, match=message):
         validate.validate(tmp_path, [])
 
 

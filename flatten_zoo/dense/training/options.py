@@ -5,9 +5,11 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import timm
+from timm.models import split_model_name_tag
 from timm.optim import list_optimizers
 
-from flatten_zoo.errors import UsageError, unknown_name
+from flatten_zoo.errors import UsageError, shown, unknown_name
 from flatten_zoo.training.options.definitions import COUNT, FRACTION, NOT_NEGATIVE, PART, POSITIVE, WHOLE
 from flatten_zoo.training.options.parser import OptionParser, read_options_file
 
@@ -128,7 +130,7 @@ def recorded_run(folder: Path) -> tuple[type[Task], dict[str, Any]]:
         folder: Its output folder.
 
     Raises:
-        UsageError: There are none, or they are not those of `train-dense`.
+        UsageError: There are none, they are not those of `train-dense`, or they would fetch a network from somewhere.
     """
     path = folder / 'args.yaml'
     if not path.is_file():
@@ -137,4 +139,8 @@ def recorded_run(folder: Path) -> tuple[type[Task], dict[str, Any]]:
     task = values.pop('task', None)
     if task not in TASKS:
         raise UsageError(f"'{path}' is of no task of flatten-zoo train-dense")
-    return TASKS[task], task_parser(TASKS[task]).check(values, source=path)
+    run = task_parser(TASKS[task]).check(values, source=path)
+    backbone = run.get('backbone')
+    if task != Video.name and backbone and not timm.is_model(split_model_name_tag(backbone)[0]):
+        raise UsageError(f"'{path}' records the backbone {shown(backbone)}, which is no registered model")
+    return TASKS[task], run
