@@ -1,6 +1,6 @@
 """Train temporal action detection with efficient attention in the trunk.
 
-Without --data an R-C3D learns generated clips, in which shapes move, turn and blink for a while; this takes minutes on a
+Without --data an R-C3D learns generated clips, in which shapes move, turn and blink for a while; it takes minutes on a
 CPU. Otherwise --data is a folder with videos/ and annotations.json in ActivityNet's format. The paper's setting on
 THUMOS14 is --backbone r3d_18 --weights DEFAULT --frames 768 --fps 25.
 """
