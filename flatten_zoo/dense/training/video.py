@@ -1,6 +1,7 @@
 """Actions in videos: what is done, from when to when."""
 
 import argparse
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 from torch import nn
+from torchvision.models.video.resnet import BasicBlock, Conv3DSimple
+from torchvision.ops.misc import Conv3dNormActivation
 from torchvision.transforms import v2
 
 from flatten_zoo.errors import UsageError, first_line
@@ -16,7 +19,6 @@ from flatten_zoo.training.options.definitions import COUNT, FRACTION, POSITIVE
 from flatten_zoo.training.options.parser import OptionParser
 
 from ...samples.clips import write_clips
-from ..pictures import colour_of
 from ..rc3d import rc3d, temporal_nms
 from ..temporal_scores import TemporalScores
 from ..video_data import ActivityNetClips
@@ -78,13 +80,16 @@ class Video(Task):
 
     name = 'video'
     best = 'mAP@0.5'
-    defaults = {'epochs': 4, 'batch_size': 2, 'lr': 5e-4, 'clip_grad': 5.0}
+    defaults = {'epochs': 12, 'batch_size': 4, 'lr': 1e-3, 'clip_grad': 5.0}
 
     @classmethod
     def add_options(cls, parser: OptionParser) -> None:
         group = parser.add_argument_group('model')
         group.add_argument(
-            '--backbone', default='r3d_18', choices=('r3d_18', 'mc3_18', 'r2plus1d_18'), help='video network'
+            '--backbone',
+            default='small',
+            choices=('small', 'r3d_18', 'mc3_18', 'r2plus1d_18'),
+            help='video network of torchvision, or a small one of their make',
         )
         group.add_argument(
             '--attention', default='ea', choices=('ea', 'nl', 'none'), help='after its third and fourth stage'
@@ -94,9 +99,9 @@ class Video(Task):
             '--anchor-scales',
             nargs='+',
             type=POSITIVE,
-            default=[2.0, 4.0, 5.0, 6.0, 8.0, 9.0, 10.0, 12.0, 14.0, 16.0],
+            default=[1.0, 1.5, 2.0, 3.0, 4.0],
             metavar='X',
-            help='lengths of the anchors in strides of 8 frames',
+            help="lengths of the anchors in strides of 8 frames; R-C3D's for THUMOS14: 2 4 5 6 8 9 10 12 14 16",
         )
         group.add_argument(
             '--nms-thresh', type=FRACTION, default=0.4, metavar='X', help='overlap of detections that is too much'
@@ -106,15 +111,20 @@ class Video(Task):
         group.add_argument('--clips', type=COUNT, default=240, metavar='N', help='generated clips to train on')
         group.add_argument('--frames', type=COUNT, default=64, metavar='N', help='of a clip')
         group.add_argument('--fps', type=POSITIVE, metavar='X', help="frames a second; None: each video's own")
-        group.add_argument('--image-size', type=COUNT, default=48, metavar='N', help='side of the frames')
+        group.add_argument('--image-size', type=COUNT, default=48, metavar='N', help='height and width of the frames')
+        group.add_argument('--train-subset', default='training', metavar='NAME', help='of the annotations')
+        group.add_argument('--val-subset', default='validation', metavar='NAME', help='of the annotations')
 
     def __init__(self, args: argparse.Namespace, trained: bool = False):
         self.args = args
         self.folder = check_folder(args.data) if args.data else self._generated()
-        self.val_data = self._open('validation', v2.CenterCrop(args.image_size))
+        # clips that overlap by half
+        self.val_data = self._open(args.val_subset, max(1, args.frames // 2))
+        if args.backbone == 'small' and args.pretrained:
+            raise UsageError('--backbone small has no pretrained weights: leave out --pretrained')
         try:
             self.network = rc3d(
-                args.backbone,
+                small_trunk() if args.backbone == 'small' else args.backbone,
                 len(self.val_data.classes),
                 optional(args.attention),
                 weights_backbone='DEFAULT' if args.pretrained and not trained else None,
@@ -131,13 +141,13 @@ class Video(Task):
         write_clips(folder, args.clips, max(1, args.clips // 4), args.frames, args.image_size)
         return folder
 
-    def _open(self, subset: str, *transforms: Callable) -> ActivityNetClips:
+    def _open(self, subset: str, step: int | None = None) -> ActivityNetClips:
         args = self.args
-        resized = v2.Compose([v2.Resize(args.image_size), *transforms])
-        return ActivityNetClips(self.folder, subset, args.frames, fps=args.fps, transforms=resized)
+        size = v2.Resize((args.image_size, args.image_size))
+        return ActivityNetClips(self.folder, subset, args.frames, step, args.fps, transforms=size)
 
     def train_data(self) -> ActivityNetClips:
-        return self._open('training', v2.RandomCrop(self.args.image_size), v2.RandomHorizontalFlip())
+        return self._open(self.args.train_subset)
 
     @staticmethod
     def collate(items: list[Any]) -> tuple:
@@ -160,23 +170,41 @@ class Video(Task):
 
     @torch.inference_mode()
     def draw(self, network: nn.Module, device: torch.device, path: Path, count: int = 6) -> None:
-        """True actions and those found in the first videos, along their time."""
+        """True actions and those found in the first videos on a time line, a row for each class."""
         network.eval()
         data, scores, videos = self.val_data, self.new_scores(), self.val_data.videos[:count]
         for index in range(len(data)):
             clip, target = data[index]
-            if target['video'] not in videos:  # they are in the order of the videos
+            if target['video'] not in videos:  # clips are in the order of the videos
                 break
             scores.add(target, network([clip.to(device)])[0])
-        figure = Figure(figsize=(10, 1.2 * len(videos)), layout='constrained')
+        figure = Figure(figsize=(9, 0.4 + 1.1 * len(videos)), layout='constrained')
         for ax, video in zip(figure.subplots(len(videos), squeeze=False)[:, 0], videos, strict=True):
             found = scores.found(video)
             found = {name: x[found['scores'] > 0.5] for name, x in found.items()}
-            for row, actions in enumerate((found, data.truth(video))):
-                for (start, end), label in zip(actions['segments'].tolist(), actions['labels'].tolist(), strict=True):
-                    colour = [c / 255 for c in colour_of(label)]
-                    ax.broken_barh([(start, end - start)], (row - 0.4, 0.8), color=colour, alpha=0.7)
-                    ax.text(start, row, data.classes[label], va='center', fontsize='small')
-            ax.set(yticks=[0, 1], yticklabels=['predicted', 'true'], ylim=(-0.6, 1.6), title=video)
-        figure.axes[-1].set_xlabel('time / s')
+            for name, actions, shift, colour in (
+                ('true', data.truth(video), -0.2, 'tab:green'),
+                ('predicted', found, 0.2, 'tab:blue'),
+            ):
+                starts, ends = actions['segments'].T
+                ax.barh(actions['labels'] + shift, ends - starts, 0.35, starts, color=colour, label=name)
+            ax.set_yticks(range(1, len(data.classes)), data.classes[1:])
+            ax.set(ylim=(len(data.classes) - 0.4, 0.4), xlim=(0, data.duration(video)))
+            ax.set_title(video, fontsize='small', loc='left')
+        figure.axes[-1].set_xlabel('seconds')
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc='outside upper right', ncols=2)
         save_figure(figure, path)
+
+
+def small_trunk(width: int = 16) -> nn.Module:
+    """torchvision's `r3d_18`, narrower and with one block a stage, and a smaller stem."""
+    parts = OrderedDict(stem=Conv3dNormActivation(3, width, (3, 5, 5), (1, 2, 2)))
+    dim = width
+    for stage in range(1, 5):
+        out_dim, stride = width * 2 ** (stage - 1), 1 if stage == 1 else 2
+        shortcut = None
+        if stage > 1:
+            shortcut = nn.Sequential(nn.Conv3d(dim, out_dim, 1, stride, bias=False), nn.BatchNorm3d(out_dim))
+        parts[f'layer{stage}'] = nn.Sequential(BasicBlock(dim, out_dim, Conv3DSimple, stride, shortcut))
+        dim = out_dim
+    return nn.Sequential(parts)
