@@ -596,20 +596,36 @@ def train(parser: argparse.ArgumentParser) -> Command:
 
     In several processes: torchrun … -m flatten_zoo train …
     """
-    return _program(parser, 'train')
+    return _program(parser, 'training.train')
 
 
 def validate(parser: argparse.ArgumentParser) -> Command:
     """Measure an image classifier: what validate.py does, with the same options (--help lists them)."""
-    return _program(parser, 'validate')
+    return _program(parser, 'training.validate')
 
 
-def _program(parser: argparse.ArgumentParser, name: str) -> Command:
-    """The way to a module of the training room."""
+def train_dense(parser: argparse.ArgumentParser) -> Command:
+    """Train a network for detection, segmentation or stereo: train-dense TASK, whose --help lists the options.
+
+    In several processes: torchrun … -m flatten_zoo train-dense …
+    """
+    return _program(parser, 'dense.training.train')
+
+
+def validate_dense(parser: argparse.ArgumentParser) -> Command:
+    """Scores of what train-dense has trained: validate-dense FOLDER, with options (--help lists them).
+
+    In several processes: torchrun … -m flatten_zoo validate-dense …
+    """
+    return _program(parser, 'dense.training.validate')
+
+
+def _program(parser: argparse.ArgumentParser, module: str) -> Command:
+    """The way to a module that reads its options itself."""
     parser.add_argument('arguments', nargs='*')
 
     def run(args: argparse.Namespace) -> int:
-        return importlib.import_module(f'.training.{name}', __package__).main(args.arguments)
+        return importlib.import_module(f'.{module}', __package__).main(args.arguments)
 
     return run
 
@@ -623,13 +639,15 @@ COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Command]] = {
     'predict': predict,
     'train': train,
     'validate': validate,
+    'train-dense': train_dense,
+    'validate-dense': validate_dense,
     'visualize': visualize,
     'linearize': linearize,
     'export': export,
     'bench': bench,
     'run': run,
 }
-PROGRAMS = ('train', 'validate')  # of the training room, which read their options themselves
+PROGRAMS = ('train', 'validate', 'train-dense', 'validate-dense')  # which read their options themselves
 
 
 @contextmanager

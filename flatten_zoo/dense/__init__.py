@@ -3,13 +3,14 @@
 from ..cost.dense import rcnn_cost
 from ..samples.shapes import write_shapes
 from ..samples.stereo import write_stereo_pairs
+from .cascade import CascadeRoIHeads
 from .coco import CocoInstances, CocoSemantic, coco_split, semantic_labels
 from .evaluation import CocoScores
 from .isa_net import ISANet, isa_net
 from .pictures import colour_of, draw_detections, draw_labels, draw_legend
 from .psmnet import PSMNet, psmnet
 from .pyramid import LEVELS, PyramidBackbone, freeze_norms, freeze_stages
-from .rcnn import faster_rcnn, mask_rcnn
+from .rcnn import cascade_mask_rcnn, faster_rcnn, mask_rcnn, retinanet
 from .segmentation import SegmentationScores, segmentation_losses
 from .segmentation_data import SegmentationPairs, segmentation_layouts, segmentation_split
 from .segmentation_inference import multi_scale, sliding_window
@@ -19,6 +20,7 @@ from .stereo_data import KittiPairs, SceneFlowPairs, occluded_pixels
 
 __all__ = [
     'LEVELS',
+    'CascadeRoIHeads',
     'CocoInstances',
     'CocoScores',
     'CocoSemantic',
@@ -30,6 +32,7 @@ __all__ = [
     'SceneFlowPairs',
     'SegmentationPairs',
     'SegmentationScores',
+    'cascade_mask_rcnn',
     'coco_split',
     'colour_of',
     'draw_detections',
@@ -45,6 +48,7 @@ __all__ = [
     'psmnet',
     'pyramid_encoder',
     'rcnn_cost',
+    'retinanet',
     'segmentation_layouts',
     'segmentation_losses',
     'segmentation_split',

@@ -66,6 +66,14 @@ class SegmentationScores:
             )
         self.confusion += torch.bincount(number * pairs[0] + pairs[1], minlength=number**2).view(number, number)
 
+    def state(self) -> torch.Tensor:
+        """What has been counted, to send to another process for `merge`."""
+        return self.confusion
+
+    def merge(self, state: torch.Tensor) -> None:
+        """Counts what another process has counted."""
+        self.confusion += state
+
     def compute(self) -> dict[str, float]:
         """The scores, from 0 to 1.
 
