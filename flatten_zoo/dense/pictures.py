@@ -71,7 +71,7 @@ def draw_detections(
 
 @torch.no_grad()
 def draw_labels(
-    image: torch.Tensor, labels: torch.Tensor, classes: Sequence[str], ignore_index: int = 255
+    image: torch.Tensor, labels: torch.Tensor, classes: Sequence[str], ignore_index: int = 255, enlarge: int = 1
 ) -> torch.Tensor:
     """An image with the colours of its pixels' classes; a class named 'background' has none.
 
@@ -80,9 +80,10 @@ def draw_labels(
         labels: H×W.
         classes: Name of each label.
         ignore_index: Label of pixels that are left as they are.
+        enlarge: How many times as high and wide the picture is.
 
     Returns:
-        3×H×W, as the image is.
+        3 × (enlarge · H) × (enlarge · W), as the image is.
     """
     picture = image.detach().cpu().as_subclass(torch.Tensor)
     labels = labels.cpu().as_subclass(torch.Tensor)
@@ -92,7 +93,7 @@ def draw_labels(
     painted = painted.lerp(colours[labels.where(counted, 0)].permute(2, 0, 1), _OPACITY)
     if 'background' in classes:
         counted &= labels != classes.index('background')
-    return F.to_dtype(painted, picture.dtype, scale=True).where(counted, picture)
+    return _larger(F.to_dtype(painted, picture.dtype, scale=True).where(counted, picture), enlarge)
 
 
 def draw_legend(labels: torch.Tensor, classes: Sequence[str], width: int, ignore_index: int = 255) -> torch.Tensor:

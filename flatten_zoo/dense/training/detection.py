@@ -84,12 +84,14 @@ class Detection(Task):
             help='shorter side of the images, COCO: 800; of several, one at random, and the last one in validation',
         )
 
-    def __init__(self, args: argparse.Namespace, trained: bool = False):
+    def __init__(self, args: argparse.Namespace, trained: bool = False, facts: dict[str, Any] | None = None):
         self.args = args
-        self.folder = check_folder(args.data) if args.data else generated_shapes(args, args.image_size[-1])
-        self.val_data = self._open('val')
+        if facts is None:
+            self.folder = check_folder(args.data) if args.data else generated_shapes(args, args.image_size[-1])
+            self.val_data = self._open('val')
+            facts = {'classes': self.val_data.classes}
+        self.facts = facts
         self.network = self._build(trained)
-        self.facts = {'classes': self.val_data.classes}
 
     def _open(self, split: str, transforms: Callable | None = None) -> CocoInstances:
         masks = 'mask' in self.args.model
@@ -124,7 +126,7 @@ class Detection(Task):
         try:
             return MODELS[args.model](
                 args.backbone,
-                len(self.val_data.classes),
+                len(self.facts['classes']),
                 optional(args.attention),
                 args.levels,
                 pretrained_backbone=args.pretrained and not trained,
@@ -160,13 +162,16 @@ class Detection(Task):
         pictures = []
         for index in range(min(count, len(self.val_data))):
             image, _ = self.val_data[index]
-            (found,) = network([image.to(device)])
-            scale = math.ceil(256 / max(image.shape))  # small images are enlarged for their captions
-            pictures.append(draw_detections(image, found, self.val_data.classes, enlarge=scale))
+            pictures.append(self.picture(network, image.to(device)))
         height, width = (max(picture.shape[side] for picture in pictures) for side in (1, 2))
         pictures = [v2.functional.pad(p, [0, 0, width - p.shape[2], height - p.shape[1]]) for p in pictures]
         with write_beside(path) as temporary:
             save_image(make_grid(pictures, nrow=4), temporary)
+
+    def picture(self, network: Callable, image: torch.Tensor) -> torch.Tensor:
+        (found,) = network([image])
+        scale = math.ceil(256 / max(image.shape))  # small images are enlarged for their captions
+        return draw_detections(image, found, self.facts['classes'], enlarge=scale)
 
 
 def generated_shapes(args: argparse.Namespace, size: int) -> Path:

@@ -1,6 +1,7 @@
 """Semantic segmentation: the class of every pixel."""
 
 import argparse
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -140,21 +141,23 @@ class Segmentation(Task):
         )
         group.add_argument('--test-flip', action='store_true', help='and over their mirror images')
 
-    def __init__(self, args: argparse.Namespace, trained: bool = False):
+    def __init__(self, args: argparse.Namespace, trained: bool = False, facts: dict[str, Any] | None = None):
         self.args = args
         if args.scale[0] > args.scale[1]:
             raise UsageError(f'--scale {args.scale}: must be two numbers, the smaller one first')
         self._check_windows()
         self.backbone = args.backbone or ('test_resnet' if args.model == 'isa_net' else 'flatten_pvt_v2_b0')
         check_model_name(self.backbone)
-        self.folder = check_folder(args.data) if args.data else generated_shapes(args, args.image_size)
-        self.val_data = self._open('val')
-        self.ignore_index = getattr(self.val_data, 'ignore_index', 255)
+        if facts is None:
+            self.folder = check_folder(args.data) if args.data else generated_shapes(args, args.image_size)
+            self.val_data = self._open('val')
+            self.ignore_index = getattr(self.val_data, 'ignore_index', 255)
+            facts = {'classes': self.val_data.classes}
+        self.facts = facts
         try:
-            self.network = Network(args, self.backbone, len(self.val_data.classes), args.pretrained and not trained)
+            self.network = Network(args, self.backbone, len(facts['classes']), args.pretrained and not trained)
         except (RuntimeError, TypeError, ValueError) as e:
             raise UsageError(f'cannot build {args.model} with --backbone {self.backbone}: {first_line(e)}') from e
-        self.facts = {'classes': self.val_data.classes}
 
     def _check_windows(self) -> None:
         window, stride = self.args.window, self.args.window_stride
@@ -236,6 +239,13 @@ class Segmentation(Task):
         legend = draw_legend(torch.cat(seen), classes, grid.shape[2], self.ignore_index)
         with write_beside(path) as temporary:
             save_image(torch.cat([grid, legend / 255], dim=1), temporary)
+
+    def picture(self, network: Callable, image: torch.Tensor) -> torch.Tensor:
+        classes = self.facts['classes']
+        labels = self.predict(network, image[None])[0].argmax(0).cpu()
+        picture = draw_labels(image, labels, classes, ignore_index=-1, enlarge=math.ceil(256 / max(image.shape)))
+        legend = draw_legend(labels, classes, picture.shape[2], ignore_index=-1)
+        return torch.cat([picture, legend / 255], dim=1)
 
 
 def _logits(network: Callable, images: torch.Tensor) -> torch.Tensor:

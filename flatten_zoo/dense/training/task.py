@@ -59,12 +59,13 @@ class Task(ABC):
         """Options that this task alone has: of model and data."""
 
     @abstractmethod
-    def __init__(self, args: argparse.Namespace, trained: bool = False):
+    def __init__(self, args: argparse.Namespace, trained: bool = False, facts: dict[str, Any] | None = None):
         """Opens the validation data and builds the network.
 
         Args:
             args: The options.
             trained: The weights will come from a checkpoint: none are fetched.
+            facts: Those of the checkpoint, in place of data, which need not be there.
 
         Raises:
             UsageError: That cannot be done with these options.
@@ -117,6 +118,18 @@ class Task(ABC):
     @abstractmethod
     def draw(self, network: Callable, device: torch.device, path: Path) -> None:
         """A picture of what the network makes of the first validation items."""
+
+    def picture(self, network: Callable, image: torch.Tensor) -> torch.Tensor:
+        """An image with what the network finds in it.
+
+        Args:
+            network: `network`, in inference.
+            image: 3×H×W, from 0 to 1, on its device.
+
+        Returns:
+            3×H'×W', from 0 to 1.
+        """
+        raise NotImplementedError  # of tasks that find no classes in images
 
 
 def optional(name: str) -> str | None:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import torch
 
-from flatten_zoo.errors import UsageError, first_line
+from flatten_zoo.errors import UsageError
 from flatten_zoo.training.loop.model import resolve_device
 from flatten_zoo.training.processes import as_one, exit_status, interrupts_between_batches, is_first, join
 from flatten_zoo.training.report import log, setup_logging
 
 from .options import recorded_run, validation_parser
+from .trained import load_weights
 from .trainer import BEST, accelerator, evaluate, read_run_checkpoint, validation_loader
 
 __all__ = ['main']
@@ -66,10 +67,7 @@ def validate(folder: Path, options: Sequence[str]) -> dict[str, float]:
     device = join(resolve_device(args.device))
     with accelerator(args, device) as accelerate:
         task = task_type(args, trained=True)
-        try:
-            task.network.load_state_dict(state.get('model_ema', state['model']))
-        except RuntimeError as e:
-            raise UsageError(f"'{path}' does not fit the network of these options: {first_line(e)}") from e
+        load_weights(task.network, state, path)
         network = task.network.to(accelerate.device)
         loader = validation_loader(task, args.workers, accelerate)
         scores = evaluate(task, network, loader, accelerate, 'validation', args.log_interval)
