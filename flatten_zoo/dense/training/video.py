@@ -44,8 +44,8 @@ class VideoScores:
 
     def add(self, target: dict[str, Any], found: Found) -> None:
         """Adds what was found in a clip, in its frames."""
-        found = {name: x.cpu() for name, x in found.items()}
-        found['segments'] = found['segments'].double() / target['fps'] + target['start']
+        found = {name: x.cpu() if name == 'labels' else x.double().cpu() for name, x in found.items()}
+        found['segments'] = found['segments'] / target['fps'] + target['start']
         self._found.setdefault(target['video'], []).append(found)
 
     def state(self) -> dict[str, list[Found]]:
