@@ -42,7 +42,7 @@ class Batches(BatchSampler):
     def __len__(self) -> int:
         return len(self.updates) * self.per_update
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:  # type: ignore[override]  # of plain indices
         order, ordered = torch.empty(0), -1
         for update in self.updates:
             number, place = divmod(update, self.updates_per_pass)

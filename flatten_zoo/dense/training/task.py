@@ -49,7 +49,7 @@ class Task(ABC):
     defaults: ClassVar[dict[str, Any]]
 
     args: argparse.Namespace
-    val_data: Dataset
+    val_data: Any
     network: nn.Module
     facts: dict[str, Any]
 
@@ -116,7 +116,7 @@ class Task(ABC):
         """Scores in words."""
 
     @abstractmethod
-    def draw(self, network: Callable, device: torch.device, path: Path) -> None:
+    def draw(self, network: nn.Module, device: torch.device, path: Path) -> None:
         """A picture of what the network makes of the first validation items."""
 
     def picture(self, network: Callable, image: torch.Tensor) -> torch.Tensor:

@@ -86,7 +86,7 @@ def train(task_type: type[Task], args: Options) -> int:
             f'{world_size()} × ' if world_size() > 1 else '',
             device,
             trainer.batches.items,
-            len(task.val_data),  # type: ignore[arg-type]  # torch's Dataset declares no length
+            len(task.val_data),
             trainer.all_updates,
         )
         try:
