@@ -19,6 +19,7 @@ from typing import Any
 import timm
 import torch
 from timm.data import resolve_model_data_config
+from timm.layers.adaptive_avgmax_pool import FastAdaptiveAvgPool
 from timm.utils import reparameterize_model
 from torch import nn
 
@@ -185,6 +186,11 @@ class Logits(nn.Module):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
+        for module in list(model.modules()):
+            for name, child in module.named_children():
+                # to a single position it asks which memory format any number of images has
+                if isinstance(child, nn.AdaptiveAvgPool2d) and child.output_size in (1, (1, 1)):
+                    setattr(module, name, FastAdaptiveAvgPool(flatten=False))
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         outputs = self.model(image)

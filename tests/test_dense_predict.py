@@ -99,7 +99,7 @@ def test_other_folders(runs, images, tmp_path, capsys, command):
         assert 'was trained for detection, not for segmentation' in said(runs['detection'])
 
 
-def test_export_of_a_run(runs, tmp_path, capsys):
+def test_export_of_a_run(runs, images, tmp_path, capsys):
     pytest.importorskip('onnxscript')
     path = tmp_path / 'x.onnx'
     argv = ['export', str(runs['segmentation']), '--task', 'segmentation', '-o', str(path), '--dynamic', 'batch']
@@ -115,7 +115,7 @@ def test_export_of_a_run(runs, tmp_path, capsys):
         expected = network(images)['out']
     (found,) = load_onnx(path)((images - mean) / std)
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
-    assert main(['predict', str(tmp_path), '--model', str(path)]) == 2
+    assert main(['predict', str(images), '--model', str(path)]) == 2
     assert 'gives a class for each pixel' in capsys.readouterr().err
     assert main([*argv, '--pretrained', '--force']) == 2
     assert 'leave out --pretrained' in capsys.readouterr().err

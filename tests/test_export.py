@@ -108,11 +108,10 @@ def test_segmentation(name, backbone, tmp_path):
     assert_same(path, Logits(network), [(batch, 64, 96) for batch in (1, 2, 3)], 1e-3)
 
 
-@pytest.mark.parametrize(
-    ('name', 'backbone'), [('issa', 'resnet26'), pytest.param('ea', 'resnet26', marks=pytest.mark.slow)]
-)
-def test_segmentation_of_images_of_any_size(name, backbone, tmp_path):
-    network = segmentation_network(name, backbone)
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['issa', 'ea'])
+def test_segmentation_of_images_of_any_size(name, tmp_path):
+    network = segmentation_network(name, 'resnet26')
     path = tmp_path / 'model.pt2'
     assert export(network, path, 'segmentation', 'pt2', (64, 64), 'both') < 1e-3
     assert_same(path, Logits(network), UNSEEN, 1e-3)
