@@ -11,7 +11,16 @@ import pytest
 import torch
 from PIL import Image
 
-from flatten_zoo.dense import LEVELS, CocoInstances, CocoScores, coco_split, mask_rcnn, write_shapes
+from flatten_zoo.dense import (
+    LEVELS,
+    CocoInstances,
+    CocoScores,
+    cascade_mask_rcnn,
+    coco_split,
+    mask_rcnn,
+    retinanet,
+    write_shapes,
+)
 from flatten_zoo.errors import UsageError
 from tests.examples import load_example
 
@@ -264,3 +273,38 @@ def test_mask_rcnn_with_attention_learns(tmp_path):
     )
     scores = torch.load(tmp_path / 'last.pth')['scores']
     assert scores['box AP50'] >= 0.5 and scores['mask AP50'] >= 0.4
+
+
+def learn_shapes(build, folder, steps, batch_size=4, side=64):
+    """Scores of a small network that learnt generated shapes from scratch."""
+    for seed, split in enumerate(('train', 'val')):
+        write_shapes(folder / split, 400 if split == 'train' else 100, side, seed)
+    few = (
+        {}
+        if build is retinanet
+        else {'box_batch_size_per_image': 16, 'rpn_post_nms_top_n_train': 64, 'rpn_post_nms_top_n_test': 32}
+    )
+    torch.manual_seed(0)
+    model = build('flatten_pvt_v2_b0', 4, 'ea', min_size=side, max_size=side, **few)
+    train, val = (CocoInstances(folder / split) for split in ('train', 'val'))
+    optimizer = torch.optim.AdamW(model.parameters(), 5e-4, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-4, total_steps=steps, pct_start=0.1)
+    for _ in range(steps):
+        images, targets = zip(*(train[i] for i in torch.randperm(len(train))[:batch_size].tolist()), strict=True)
+        optimizer.zero_grad()
+        sum(model(images, targets).values()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 5)
+        optimizer.step()
+        schedule.step()
+    scores = CocoScores(val)
+    model.eval()
+    with torch.inference_mode():
+        for image, target in (val[i] for i in range(len(val))):
+            scores.add([target['image_id']], model([image]))
+    return scores.compute()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('build', [cascade_mask_rcnn, retinanet])
+def test_others_learn(build, tmp_path):
+    assert learn_shapes(build, tmp_path, steps=400)['box AP50'] >= 0.3
