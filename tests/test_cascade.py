@@ -200,7 +200,9 @@ def test_gradients():
     assert torch.autograd.gradcheck(losses, maps, fast_mode=True)
 
 
-def test_number_of_stages():
+def test_bad_arguments():
+    with pytest.raises(ValueError, match='targets must be given in training'):
+        tiny_heads().train()(features(), [torch.zeros(1, 4)], [(SIDE, SIDE)])
     for stages in ([], [*tiny_heads().stages, *tiny_heads().stages]):
         with pytest.raises(ValueError, match=f'stages must be one to 3, got {len(stages)}'):
             CascadeRoIHeads(stages)

@@ -55,14 +55,16 @@ class CascadeRoIHeads(nn.Module):
     ) -> tuple[Detections, dict[str, torch.Tensor]]:
         """Detections, none in training, and losses, none in inference."""
         proposals = [_full_precision(boxes) for boxes in proposals]
-        if self.training:
-            return [], self._losses(features, proposals, image_shapes, targets)
-        return self._detect(features, proposals, image_shapes), {}
+        if not self.training:
+            return self._detect(features, proposals, image_shapes), {}
+        if targets is None:
+            raise ValueError('targets must be given in training, got None')
+        return [], self._losses(features, proposals, image_shapes, targets)
 
     def _losses(
-        self, features: dict[str, torch.Tensor], boxes: Boxes, image_shapes: Shapes, targets: Detections | None
+        self, features: dict[str, torch.Tensor], boxes: Boxes, image_shapes: Shapes, targets: Detections
     ) -> dict[str, torch.Tensor]:
-        losses = {}
+        losses: dict[str, torch.Tensor] = {}
         for number, (stage, weight) in enumerate(zip(self.stages, _LOSS_WEIGHTS, strict=False), start=1):
             boxes, matches, labels, codes = stage.select_training_samples(boxes, targets)
             logits, regression = _predict(stage, _pool(stage.box_roi_pool, features, boxes, image_shapes))
