@@ -200,6 +200,20 @@ def test_gradients():
     assert torch.autograd.gradcheck(losses, maps, fast_mode=True)
 
 
+@pytest.mark.parametrize('autocast', [True, False])
+def test_half_precision_holds_coordinates(autocast):
+    heads, maps = constant_heads(), {'0': features()['0'].bfloat16()}
+    if not autocast:
+        heads.bfloat16()
+    box, side = (1001.0, 3.0, 1301.0, 299.0), 1333  # bfloat16 has no 1001 and no 1301
+    for targets in (None, [{**target((0, 0, 9, 9)), 'boxes': torch.tensor([box])}]):
+        with torch.autocast('cpu', enabled=autocast):
+            (*found, losses) = heads.train(targets is not None)(maps, [torch.tensor([box])], [(side, side)], targets)
+        assert all(loss.dtype == torch.float and loss.isfinite() for loss in losses.values())
+        if targets is None:
+            assert found[0][0]['boxes'].tolist() == [[*box]] * (CLASSES - 1)
+
+
 def test_bad_arguments():
     with pytest.raises(ValueError, match='targets must be given in training'):
         tiny_heads().train()(features(), [torch.zeros(1, 4)], [(SIDE, SIDE)])
