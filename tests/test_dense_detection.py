@@ -8,12 +8,22 @@ import timm
 import torch
 from timm.layers import BatchNormAct2d, FrozenBatchNormAct2d
 from torch import nn
-from torchvision.models.detection import fasterrcnn_resnet50_fpn, maskrcnn_resnet50_fpn
+from torch.utils.flop_counter import FlopCounterMode
+from torchvision.models.detection import fasterrcnn_resnet50_fpn, maskrcnn_resnet50_fpn, retinanet_resnet50_fpn
 from torchvision.ops import FrozenBatchNorm2d
 
 from flatten_zoo import EfficientAttention, InterlacedSparseAttention, NonLocalAttention
 from flatten_zoo.cost.operators import closed_form
-from flatten_zoo.dense import PyramidBackbone, faster_rcnn, freeze_norms, freeze_stages, mask_rcnn, rcnn_cost
+from flatten_zoo.dense import (
+    PyramidBackbone,
+    cascade_mask_rcnn,
+    faster_rcnn,
+    freeze_norms,
+    freeze_stages,
+    mask_rcnn,
+    rcnn_cost,
+    retinanet,
+)
 
 LEVELS = ['fpn1', 'fpn2', 'fpn3', 'fpn4', 'fpn5']
 SMALL = 'flatten_pvt_v2_b0'
@@ -52,11 +62,17 @@ def same_detections(a, b):
 
 
 @pytest.mark.parametrize(
-    'ours, theirs', [(mask_rcnn, maskrcnn_resnet50_fpn), (faster_rcnn, fasterrcnn_resnet50_fpn)], ids=['mask', 'faster']
+    'ours, theirs, few',
+    [
+        (mask_rcnn, maskrcnn_resnet50_fpn, {'box_score_thresh': 0.001, **FEW}),
+        (faster_rcnn, fasterrcnn_resnet50_fpn, {'box_score_thresh': 0.001, **FEW}),
+        (retinanet, retinanet_resnet50_fpn, {'score_thresh': 0.001, 'detections_per_img': 8}),
+    ],
+    ids=['mask', 'faster', 'retinanet'],
 )
-def test_is_torchvisions_own(ours, theirs):
-    a = ours('resnet50', 91, box_score_thresh=0.001, **SIZES, **FEW).eval()
-    b = theirs(weights=None, weights_backbone=None, box_score_thresh=0.001, **SIZES, **FEW).eval()
+def test_is_torchvisions_own(ours, theirs, few):
+    a = ours('resnet50', 91, **SIZES, **few).eval()
+    b = theirs(weights=None, weights_backbone=None, **SIZES, **few).eval()
     b.load_state_dict(a.state_dict())
     randomize_norms(b)
     a.load_state_dict(b.state_dict())
@@ -65,6 +81,11 @@ def test_is_torchvisions_own(ours, theirs):
         expected, actual = b(x), a(x)
     assert len(expected[0]['boxes']) > 5
     same_detections(actual, expected)
+    losses = []
+    for model in (a, b):
+        torch.manual_seed(0)
+        losses.append(model.train()(images((48, 80), (48, 80)), small_targets()))
+    torch.testing.assert_close(*losses)
 
 
 def test_frozen_norms_exchange_with_torchvision():
@@ -141,11 +162,32 @@ def test_attention_arguments():
             mask_rcnn(SMALL, 2, *arguments)
 
 
-def test_trains_and_detects_at_odd_sizes():
+OF_PROPOSALS = {'loss_objectness', 'loss_rpn_box_reg'}
+OF_REGIONS = {'loss_classifier', 'loss_box_reg', 'loss_mask'}
+
+
+@pytest.mark.parametrize(
+    'build, names',
+    [
+        (mask_rcnn, OF_PROPOSALS | OF_REGIONS),
+        (cascade_mask_rcnn, OF_PROPOSALS | {f'{name}_{stage}' for name in OF_REGIONS for stage in (1, 2, 3)}),
+        (retinanet, {'classification', 'bbox_regression'}),
+    ],
+    ids=['mask', 'cascade', 'retinanet'],
+)
+def test_trains_and_detects_at_odd_sizes(build, names):
     torch.manual_seed(0)
-    model = mask_rcnn(SMALL, CLASSES, 'ea', min_size=71, max_size=97, rpn_post_nms_top_n_train=100, **FEW)
-    losses = model(images((48, 80), (48, 80)), small_targets())
-    assert set(losses) == {'loss_classifier', 'loss_box_reg', 'loss_mask', 'loss_objectness', 'loss_rpn_box_reg'}
+    few = (
+        {'detections_per_img': 8, 'score_thresh': 0.001}
+        if build is retinanet
+        else {**FEW, 'rpn_post_nms_top_n_train': 100, 'box_score_thresh': 0.001}
+    )
+    model = build(SMALL, CLASSES, 'ea', min_size=71, max_size=97, **few)
+    full, empty = small_targets()
+    losses = model(images((48, 80), (48, 80)), [full, empty])
+    without_objects = model(images((48, 80)), [empty])
+    assert set(losses) == set(without_objects) == names
+    assert all(loss.isfinite() for loss in without_objects.values())
     sum(losses.values()).backward()
     without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
     assert not without
@@ -153,9 +195,10 @@ def test_trains_and_detects_at_odd_sizes():
     x = images((33, 35), (100, 31))
     with torch.no_grad():
         for image, found in zip(x, model(x), strict=True):
-            assert set(found) == {'boxes', 'labels', 'scores', 'masks'}
-            assert found['masks'].shape[1:] == (1, *image.shape[1:])
-            assert found['boxes'].isfinite().all()
+            assert set(found) == {'boxes', 'labels', 'scores', *(() if build is retinanet else ('masks',))}
+            if 'masks' in found:
+                assert found['masks'].shape[1:] == (1, *image.shape[1:])
+            assert len(found['boxes']) and found['boxes'].isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -233,6 +276,37 @@ def test_freezing_counts_the_blocks_of_a_plain_vision_transformer():
 def test_plain_vision_transformer_of_another_patch_size():
     with pytest.raises(ValueError, match=r'this backbone has \[14, 14, 14\].*patches of 8, 16 or 32'):
         mask_rcnn('vit_tiny_patch16_224', 2, backbone_kwargs={'patch_size': 14, 'depth': 3})
+
+
+@pytest.mark.parametrize(
+    'name, kwargs, strides',
+    [
+        ('resnet18', {}, [8, 16, 32, 64, 128]),
+        ('resnet18', {'out_indices': (1, 2)}, [8, 16, 32]),
+        ('resnet18', {'out_indices': (3, 4)}, [16, 32, 64, 128]),
+        ('flatten_deit_t', {'depth': 2}, [8, 16, 32, 64, 128]),
+    ],
+)
+def test_levels_of_retinanet(name, kwargs, strides):
+    levels = LEVELS[len(strides) - 5 or None :] if strides[0] == 16 else LEVELS[: len(strides)]
+    model = retinanet(name, 3, 'ea', levels, backbone_kwargs=kwargs, **SIZES)
+    pyramid = model.backbone
+    assert pyramid.strides == strides and list(pyramid.attention) == levels
+    assert [sizes[0] for sizes in model.anchor_generator.sizes] == [4 * stride for stride in strides]
+    with torch.no_grad():
+        plain = pyramid(torch.randn(1, 3, 128, 256))
+    assert [*plain] == [*pyramid.map_names.values()]
+    assert [x.shape[1:] for x in plain.values()] == [(256, 128 // stride, 256 // stride) for stride in strides]
+
+
+@pytest.mark.parametrize('build', [mask_rcnn, faster_rcnn, cascade_mask_rcnn, retinanet])
+def test_arguments_of_no_network(build):
+    name = 'box_score_thresh' if build is retinanet else 'score_thresh'
+    with pytest.raises(ValueError, match=f'R[-a-zA-Z]+ has no argument {name}'):
+        build(SMALL, 2, **{name: 0.1})
+    with pytest.raises(ValueError, match='num_classes includes the background'):
+        build(SMALL, 1)
+    assert build(SMALL, 2, size_divisible=64).transform.size_divisible == 64
 
 
 @pytest.mark.parametrize('name', [SMALL, 'flatten_swin_t', 'flatten_deit_t', 'ea_resnet50', 'resnet18'])
@@ -395,11 +469,10 @@ def test_scripts_as_torchvisions_own():
         same_detections(detections, model(images((48, 80))))
 
 
-def test_cost_is_that_of_a_real_pass():
-    from torch.utils.flop_counter import FlopCounterMode
-
+@pytest.mark.parametrize('build', [mask_rcnn, cascade_mask_rcnn])
+def test_cost_is_that_of_a_real_pass(build):
     # everything is kept, so that there are as many proposals and detections as are counted
-    model = mask_rcnn(
+    model = build(
         SMALL,
         CLASSES,
         'ea',
@@ -420,6 +493,13 @@ def test_cost_is_that_of_a_real_pass():
     assert cost.parameters == sum(p.numel() for p in model.parameters())
     assert rcnn_cost(model, (50, 70)).macs == cost.macs, 'padded'
     assert next(model.parameters()).device.type == 'cpu'
+
+
+def test_cost_of_retinanet_is_that_of_a_real_pass():
+    model = retinanet(SMALL, CLASSES, 'ea', **SIZES).eval()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(images((64, 96)))
+    assert rcnn_cost(model, (64, 96)).macs == counter.get_total_flops() // 2
 
 
 def test_attention_adds_what_its_equations_say():

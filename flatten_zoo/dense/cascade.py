@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torchvision.models.detection.roi_heads import RoIHeads, fastrcnn_loss, maskrcnn_inference, maskrcnn_loss
-from torchvision.ops import clip_boxes_to_image
+from torchvision.ops import MultiScaleRoIAlign, clip_boxes_to_image
 
 __all__ = ['CASCADE_STAGES', 'CascadeRoIHeads']
 
@@ -55,17 +55,19 @@ class CascadeRoIHeads(nn.Module):
     ) -> tuple[Detections, dict[str, torch.Tensor]]:
         """Detections, none in training, and losses, none in inference."""
         proposals = [_full_precision(boxes) for boxes in proposals]
-        if self.training:
-            return [], self._losses(features, proposals, image_shapes, targets)
-        return self._detect(features, proposals, image_shapes), {}
+        if not self.training:
+            return self._detect(features, proposals, image_shapes), {}
+        if targets is None:
+            raise ValueError('targets must be given in training, got None')
+        return [], self._losses(features, proposals, image_shapes, targets)
 
     def _losses(
-        self, features: dict[str, torch.Tensor], boxes: Boxes, image_shapes: Shapes, targets: Detections | None
+        self, features: dict[str, torch.Tensor], boxes: Boxes, image_shapes: Shapes, targets: Detections
     ) -> dict[str, torch.Tensor]:
-        losses = {}
+        losses: dict[str, torch.Tensor] = {}
         for number, (stage, weight) in enumerate(zip(self.stages, _LOSS_WEIGHTS, strict=False), start=1):
             boxes, matches, labels, codes = stage.select_training_samples(boxes, targets)
-            logits, regression = _predict(stage, stage.box_roi_pool(features, boxes, image_shapes))
+            logits, regression = _predict(stage, _pool(stage.box_roi_pool, features, boxes, image_shapes))
             found = {}
             if len(logits):
                 of_classes = regression.repeat(1, logits.shape[1])
@@ -75,9 +77,9 @@ class CascadeRoIHeads(nn.Module):
             if stage.has_mask():
                 positive = [label > 0 for label in labels]
                 inside = [b[chosen] for b, chosen in zip(boxes, positive, strict=True)]
-                masks = stage.mask_predictor(stage.mask_head(stage.mask_roi_pool(features, inside, image_shapes)))
+                regions = _pool(stage.mask_roi_pool, features, inside, image_shapes)
                 found['mask'] = maskrcnn_loss(
-                    masks,
+                    _predict_masks(stage, regions),
                     inside,
                     [target['masks'] for target in targets],
                     [target['labels'] for target in targets],
@@ -90,9 +92,9 @@ class CascadeRoIHeads(nn.Module):
     def _detect(self, features: dict[str, torch.Tensor], boxes: Boxes, image_shapes: Shapes) -> Detections:
         *earlier, last = self.stages
         for stage in earlier:
-            _, regression = _predict(stage, stage.box_roi_pool(features, boxes, image_shapes))
+            _, regression = _predict(stage, _pool(stage.box_roi_pool, features, boxes, image_shapes))
             boxes = _refine(stage, regression, boxes, image_shapes)
-        regions = last.box_roi_pool(features, boxes, image_shapes)
+        regions = _pool(last.box_roi_pool, features, boxes, image_shapes)
         logits, regressions = zip(*(_predict(stage, regions) for stage in self.stages), strict=True)
         probabilities = torch.stack(logits).softmax(-1).mean(0)
         of_classes = regressions[-1].repeat(1, probabilities.shape[1])
@@ -103,19 +105,29 @@ class CascadeRoIHeads(nn.Module):
             for b, label, score in zip(boxes, labels, scores, strict=True)
         ]
         if last.has_mask():
-            regions = last.mask_roi_pool(features, boxes, image_shapes)
-            of_stages = [
-                maskrcnn_inference(stage.mask_predictor(stage.mask_head(regions)), labels) for stage in self.stages
-            ]
+            regions = _pool(last.mask_roi_pool, features, boxes, image_shapes)
+            of_stages = [maskrcnn_inference(_predict_masks(stage, regions), labels) for stage in self.stages]
             for found, masks in zip(detections, zip(*of_stages, strict=True), strict=True):
                 found['masks'] = torch.stack(masks).mean(0)
         return detections
+
+
+def _pool(
+    pool: MultiScaleRoIAlign, features: dict[str, torch.Tensor], boxes: Boxes, image_shapes: Shapes
+) -> torch.Tensor:
+    """Regions of the maps, in their precision but pooled in that of the boxes."""
+    regions = pool({name: _full_precision(x) for name, x in features.items()}, boxes, image_shapes)
+    return regions.to(next(iter(features.values())).dtype)
 
 
 def _predict(stage: RoIHeads, regions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Class logits, N×classes, and box regression, N×4, of regions."""
     logits, regression = stage.box_predictor(stage.box_head(regions))
     return _full_precision(logits), _full_precision(regression)
+
+
+def _predict_masks(stage: RoIHeads, regions: torch.Tensor) -> torch.Tensor:
+    return _full_precision(stage.mask_predictor(stage.mask_head(regions)))
 
 
 def _refine(stage: RoIHeads, regression: torch.Tensor, boxes: Boxes, image_shapes: Shapes) -> Boxes:
