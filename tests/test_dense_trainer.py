@@ -89,32 +89,30 @@ def test_order_and_augmentation_follow_from_seed_and_place():
 # Several processes
 
 
-def train_in_processes(output: Path, options: dict[str, str]) -> list[int]:
+def train_in_process(task: str, output: Path, options: str) -> int:
     without_dropout()
-    return [run(name.split()[0], output / name, more) for name, more in options.items()]
+    return run(task, output, options)
 
 
-def test_two_processes_learn_what_one_learns(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    'task, options',
+    [
+        ('segmentation', '--opt sgd --sync-bn --model-ema --model-ema-decay 0.5 --grad-accum-steps 2 --shapes 24'),
+        pytest.param('stereo', '--opt sgd --sync-bn --sched poly', marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_learn_what_one_learns(tmp_path, monkeypatch, task, options):
     """Weights, averages, losses and scores, with random augmentation and an odd number of validation images."""
-    options = {
-        'segmentation': '--opt sgd --sync-bn --model-ema --model-ema-decay 0.5 --grad-accum-steps 2 --shapes 24',
-        'stereo': '--opt sgd --sync-bn --sched poly',
-    }
-    two = {'segmentation': '-b 1', 'stereo': '-b 1'}
-    outcomes = in_processes(
-        tmp_path, train_in_processes, tmp_path / 'two', {name: f'{options[name]} {two[name]}' for name in options}
-    )
-    assert [outcome.result for outcome in outcomes] == [[0, 0]] * 2, outcomes
+    outcomes = in_processes(tmp_path, train_in_process, task, tmp_path / 'two', f'{options} -b 1')
+    assert [outcome.result for outcome in outcomes] == [0, 0], outcomes
     monkeypatch.setattr(nn.Dropout, 'forward', lambda self, x: x)
     monkeypatch.setattr(nn.Dropout2d, 'forward', lambda self, x: x)
-    for name, more in options.items():
-        assert run(name, tmp_path / 'one' / name, f'{more} -b 2') == 0
-        ours, theirs = (tmp_path / kind / name for kind in ('two', 'one'))
-        for key, value in saved(theirs).items():
-            if key.startswith('model'):
-                torch.testing.assert_close(saved(ours)[key], value, rtol=1e-4, atol=2e-5)
-        for row, other in zip(rows(ours), rows(theirs), strict=True):
-            assert row == pytest.approx(other, rel=1e-3, abs=1e-5, nan_ok=True)
+    assert run(task, tmp_path / 'one', f'{options} -b 2') == 0
+    for key, value in saved(tmp_path / 'one').items():
+        if key.startswith('model'):
+            torch.testing.assert_close(saved(tmp_path / 'two')[key], value, rtol=1e-4, atol=2e-5)
+    for row, other in zip(rows(tmp_path / 'two'), rows(tmp_path / 'one'), strict=True):
+        assert row == pytest.approx(other, rel=1e-3, abs=1e-5, nan_ok=True)
 
 
 def validate_in_processes(folders: list[Path]) -> list[dict[str, float]]:
@@ -126,9 +124,16 @@ def validate_in_processes(folders: list[Path]) -> list[dict[str, float]]:
     return scores
 
 
-def test_validation_in_two_processes_is_that_of_one(tmp_path, capsys):
+@pytest.mark.parametrize(
+    'numbers',
+    [
+        {'segmentation': '--shapes 24', 'detection': '--shapes 24'},
+        pytest.param({'stereo': '--pairs 24', 'video': '--clips 12'}, marks=pytest.mark.slow),
+    ],
+    ids=' '.join,
+)
+def test_validation_in_two_processes_is_that_of_one(tmp_path, capsys, numbers):
     """Each image counts once: three of them do not divide evenly."""
-    numbers = {'segmentation': '--shapes 24', 'detection': '--shapes 24', 'stereo': '--pairs 24', 'video': '--clips 12'}
     for task, number in numbers.items():
         assert run(task, tmp_path / task, number) == 0
     folders = [tmp_path / task for task in numbers]
@@ -141,9 +146,12 @@ def test_validation_in_two_processes_is_that_of_one(tmp_path, capsys):
             assert outcome.result[i] == pytest.approx(alone, nan_ok=True)
         best = saved(folder, 'best.pth')['scores']
         assert alone == pytest.approx({name: best[name] for name in alone}, nan_ok=True)
-    assert cli(['validate-dense', str(folders[0]), '--picture', str(tmp_path / 'p.png'), '--image-size', '64']) == 0
+
+
+def test_validation_with_other_options(tmp_path, whole, capsys):
+    assert cli(['validate-dense', str(whole), '--picture', str(tmp_path / 'p.png'), '--image-size', '64']) == 0
     assert Image.open(tmp_path / 'p.png').mode == 'RGB'
-    assert cli(['validate-dense', str(folders[2]), '--attention', 'none']) == 2
+    assert cli(['validate-dense', str(whole), '--backbone', 'resnet18']) == 2
     assert 'does not fit the network of these options' in capsys.readouterr().err
 
 
@@ -194,7 +202,9 @@ def whole(tmp_path_factory):
 OPTIONS = '--save-interval 1 --model-ema --model-ema-decay 0.5 --grad-accum-steps 2 -b 1 --opt sgd'
 
 
-@pytest.mark.parametrize('number, save', [(2, 0), (3, 0), (0, 1), (0, 5)])
+@pytest.mark.parametrize(
+    'number, save', [(3, 0), (0, 5), *(pytest.param(*death, marks=pytest.mark.slow) for death in ((2, 0), (0, 1)))]
+)
 def test_killed_run_ends_like_one_that_was_not(tmp_path, whole, number, save):
     """Dropout and augmentation included; what has its final name is whole."""
     (outcome,) = in_processes(tmp_path, killed, tmp_path / 'run', OPTIONS, number, save, count=1)
