@@ -14,10 +14,12 @@ from torchvision.models.feature_extraction import create_feature_extractor, get_
 
 from flatten_zoo import export as export_module
 from flatten_zoo.cli import main
+from flatten_zoo.dense import isa_net
 from flatten_zoo.errors import UsageError
 from flatten_zoo.export import (
     OPSET,
     OPSETS,
+    Logits,
     check_shapes,
     description_of,
     export,
@@ -72,6 +74,48 @@ def test_one_file_for_many_batches(name, task, format, tmp_path):
     assert export(model, path, task, format, (64, 64), 'batch') < 1e-4
     network = feature_network(model) if task == 'features' else model
     assert_same(path, network, [(batch, 64, 64) for batch in (1, 2, 5)])
+
+
+CONTEXTS = ('issa', 'self', 'danet', 'rcca', 'cgnl', 'latent_gnn', 'ea', 'ppm', 'aspp')
+
+
+def segmentation_network(name, backbone):
+    torch.manual_seed(0)
+    if name in CONTEXTS:
+        return isa_net(backbone, 3, context=name).eval()
+    smp = pytest.importorskip('segmentation_models_pytorch')
+    kwargs = {'dynamic_img_size': True} if 'swin' in backbone else {}
+    return getattr(smp, name)(f'tu-{backbone}', encoder_weights=None, classes=3, **kwargs).eval()
+
+
+@pytest.mark.parametrize(
+    ('name', 'backbone'),
+    [
+        ('issa', 'test_resnet'),
+        ('UPerNet', 'flatten_pvt_v2_b0'),
+        *(pytest.param(name, 'test_resnet', marks=pytest.mark.slow) for name in CONTEXTS[1:]),
+        pytest.param('issa', 'ea_resnet50', marks=pytest.mark.slow),
+        pytest.param('FPN', 'flatten_pvt_v2_b0', marks=pytest.mark.slow),
+        pytest.param('UPerNet', 'flatten_swin_t', marks=pytest.mark.slow),
+        pytest.param('UPerNet', 'test_resnet', marks=pytest.mark.slow),
+    ],
+)
+def test_segmentation(name, backbone, tmp_path):
+    network = segmentation_network(name, backbone)
+    path = tmp_path / 'model.onnx'
+    assert export(network, path, 'segmentation', 'onnx', (64, 96), 'batch', classes=['a', 'b', 'c']) < 1e-3
+    assert json.loads(description_of(path).read_text())['outputs'][0]['label_names'] == ['a', 'b', 'c']
+    assert_same(path, Logits(network), [(batch, 64, 96) for batch in (1, 2, 3)], 1e-3)
+
+
+@pytest.mark.parametrize(
+    ('name', 'backbone'), [('issa', 'resnet26'), pytest.param('ea', 'resnet26', marks=pytest.mark.slow)]
+)
+def test_segmentation_of_images_of_any_size(name, backbone, tmp_path):
+    network = segmentation_network(name, backbone)
+    path = tmp_path / 'model.pt2'
+    assert export(network, path, 'segmentation', 'pt2', (64, 64), 'both') < 1e-3
+    assert_same(path, Logits(network), UNSEEN, 1e-3)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import math
 
 import torch
 from torch import nn
-from torchvision.models.detection import FasterRCNN
+from torchvision.models.detection import FasterRCNN, RetinaNet
 
 from .counting import Measurement, count
 
@@ -13,28 +13,36 @@ __all__ = ['rcnn_cost']
 
 
 class _Counted(nn.Module):
-    """Everything of an R-CNN that computes with weights, with as many proposals and detections as it has at most."""
+    """What of a detection network computes with weights, with as many proposals and detections as it has at most."""
 
-    def __init__(self, model: FasterRCNN):
+    def __init__(self, model: FasterRCNN | RetinaNet):
         super().__init__()
-        self.backbone, self.rpn, self.roi_heads = model.backbone, model.rpn, model.roi_heads
+        self.model = model
 
     def forward(self, x: torch.Tensor) -> None:
-        features = list(self.backbone(x).values())
-        self.rpn.head(features)
-        heads, channels = self.roi_heads, self.backbone.out_channels
-        regions = x.new_empty(self.rpn.post_nms_top_n(), channels, *heads.box_roi_pool.output_size)
-        heads.box_predictor(heads.box_head(regions))
-        if heads.has_mask():
-            regions = x.new_empty(heads.detections_per_img, channels, *heads.mask_roi_pool.output_size)
-            heads.mask_predictor(heads.mask_head(regions))
+        model = self.model
+        features = list(model.backbone(x).values())
+        if isinstance(model, RetinaNet):
+            model.head(features)
+            return
+        model.rpn.head(features)
+        stages, channels = getattr(model.roi_heads, 'stages', [model.roi_heads]), model.backbone.out_channels
+        last = stages[-1]
+        regions = x.new_empty(model.rpn.post_nms_top_n(), channels, *last.box_roi_pool.output_size)
+        for heads in (*stages[:-1], *stages):  # on the way to a cascade's last boxes, and on these
+            heads.box_predictor(heads.box_head(regions))
+        if last.has_mask():
+            regions = x.new_empty(last.detections_per_img, channels, *last.mask_roi_pool.output_size)
+            for heads in stages:
+                heads.mask_predictor(heads.mask_head(regions))
 
 
-def rcnn_cost(model: FasterRCNN, image_size: tuple[int, int]) -> Measurement:
-    """Counts what a Faster or Mask R-CNN costs in inference, for one image.
+def rcnn_cost(model: FasterRCNN | RetinaNet, image_size: tuple[int, int]) -> Measurement:
+    """Counts what a Faster, Mask or Cascade R-CNN or a RetinaNet costs in inference, for one image.
 
-    Nothing is computed: any size can be asked for. Its heads are counted with all proposals (1000 by default) and
-    detections (100 by default) that it can have; pooling of regions and suppression have no multiply-accumulates.
+    Nothing is computed: any size can be asked for. The heads on regions are counted with all proposals (1000 by
+    default) and detections (100 by default) that there can be: of a cascade those of the first two stages twice, on
+    their own boxes and on the last. Pooling of regions and suppression have no multiply-accumulates.
 
     Args:
         model: The network; left as it is.

@@ -7,9 +7,8 @@ import torch
 from timm.layers import Format, LayerNorm2d
 from timm.utils import freeze
 from torch import nn
-from torch.nn import functional as F
 from torchvision.ops import FeaturePyramidNetwork
-from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
+from torchvision.ops.feature_pyramid_network import ExtraFPNBlock, LastLevelMaxPool, LastLevelP6P7
 
 from ..models._features import check_out_indices
 from ..models.attention_resnet import OPERATORS
@@ -43,22 +42,26 @@ class Stage(NamedTuple):
 class SimpleFeaturePyramid(nn.ModuleDict):
     """ViTDet's pyramid on the one map of a plain vision transformer (arXiv 2203.16527, "simple feature pyramid").
 
-    Transposed convolutions of stride 2 and max pooling bring the map to strides 4, 8, 16 and 32. A 1×1 and a 3×3
-    convolution, each with a layer norm, follow on each; nothing goes from one level to another.
+    Transposed convolutions of stride 2 and max pooling bring the map to other strides. A 1×1 and a 3×3 convolution,
+    each with a layer norm, follow on each; nothing goes from one level to another, but to those of `extra_blocks`.
 
     Args:
         channels: Channels of the map.
         stride: Its stride, of 4, 8, 16 and 32.
         out_channels: Channels of every level.
+        strides: Strides of the levels.
+        extra_blocks: What makes coarser levels of these.
 
     Shape:
         - input: a dictionary that holds the map, B×channels×h×w, as '0'
-        - output: a dictionary of the levels '0' to '3' and 'pool', the last one subsampled
+        - output: a dictionary of the levels '0', '1' … and those of `extra_blocks`
     """
 
-    def __init__(self, channels: int, stride: int, out_channels: int):
+    def __init__(
+        self, channels: int, stride: int, out_channels: int, strides: Sequence[int], extra_blocks: ExtraFPNBlock
+    ):
         super().__init__()
-        for level, level_stride in enumerate(_STRIDES):
+        for level, level_stride in enumerate(strides):
             layers, width = [], channels
             for finer in range((stride // level_stride).bit_length() - 1):
                 layers += [LayerNorm2d(width), nn.GELU()] if finer else []
@@ -73,11 +76,12 @@ class SimpleFeaturePyramid(nn.ModuleDict):
                 nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False),
                 LayerNorm2d(out_channels),
             )
+        self.extra_blocks = extra_blocks
 
     def forward(self, maps: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        levels = {name: level(maps['0']) for name, level in self.items()}
-        levels['pool'] = F.max_pool2d(levels['3'], 1, 2)
-        return levels
+        names = [name for name in self if name != 'extra_blocks']
+        levels, names = self.extra_blocks([self[name](maps['0']) for name in names], [maps['0']], names)
+        return dict(zip(names, levels, strict=True))
 
 
 class PyramidBackbone(nn.Module):
@@ -91,18 +95,22 @@ class PyramidBackbone(nn.Module):
     module of its own. Attention acts on the finished pyramid, so that the last level, which is the one before
     subsampled, does not pass through two modules. Its modules start as the identity.
 
+    With `p6_p7` it has RetinaNet's levels instead, of strides 8 to 128, as torchvision: the maps '0', '1', '2', 'p6'
+    and 'p7', the last two by convolutions of stride 2. The names 'fpn1' to 'fpn5' are then of these.
+
     Attributes:
         out_channels: Channels of every map.
         strides: Strides of the maps.
         map_names: Of each level that there is the name of its map.
 
     Args:
-        body: Backbone that timm built with `features_only=True`; its stages of strides 4 to 32 are used, or
-            the last of maps of one stride, which must be one of these.
+        body: Backbone that timm built with `features_only=True`; its stages of strides 4 to 32 are used (8 to 32 with
+            `p6_p7`), or the last of maps of one stride, which must be one of these.
         attention: 'ea', 'nl', 'issa', or None for a plain pyramid.
         attention_levels: Level or levels that attention comes after, of `LEVELS`.
         attention_kwargs: Arguments of the attention operator; what is left out has the operator's default.
         out_channels: Channels of every map.
+        p6_p7: Levels of strides 8 to 128.
 
     Raises:
         ValueError: An argument is out of its range, or the backbone has no such level or no pyramid.
@@ -115,22 +123,29 @@ class PyramidBackbone(nn.Module):
         attention_levels: str | Sequence[str] = tuple(LEVELS),
         attention_kwargs: dict[str, Any] | None = None,
         out_channels: int = 256,
+        p6_p7: bool = False,
     ):
         super().__init__()
         stages = pyramid_stages(body)
+        plain = len(stages) == 1
+        strides = _STRIDES[1:] if p6_p7 else _STRIDES
+        if not plain:
+            stages = [stage for stage in stages if stage.stride in strides]
+            strides = tuple(stage.stride for stage in stages)
         self.body = body
         self.channels_last = getattr(body, 'output_fmt', Format.NCHW) == Format.NHWC
         self.indices = [stage.output for stage in stages]
-        plain = len(stages) == 1
-        self.strides = [*_STRIDES] if plain else [stage.stride for stage in stages]
-        self.strides.append(2 * self.strides[-1])
-        names = dict(zip(self.strides, [*map(str, range(len(self.strides) - 1)), 'pool'], strict=True))
-        self.map_names = {level: names[stride] for level, stride in LEVELS.items() if stride in names}
+        extra_names = ['p6', 'p7'] if p6_p7 else ['pool']
+        extra_blocks = LastLevelP6P7(out_channels, out_channels) if p6_p7 else LastLevelMaxPool()
+        self.strides = [*strides, *(strides[-1] * 2**i for i in range(1, len(extra_names) + 1))]
+        names = dict(zip(self.strides, [*map(str, range(len(strides))), *extra_names], strict=True))
+        level_strides = zip(LEVELS, (stride * (2 if p6_p7 else 1) for stride in LEVELS.values()), strict=True)
+        self.map_names = {level: names[stride] for level, stride in level_strides if stride in names}
         self.out_channels = out_channels
         self.fpn = (
-            SimpleFeaturePyramid(stages[0].channels, stages[0].stride, out_channels)
+            SimpleFeaturePyramid(stages[0].channels, stages[0].stride, out_channels, strides, extra_blocks)
             if plain
-            else FeaturePyramidNetwork([stage.channels for stage in stages], out_channels, LastLevelMaxPool())
+            else FeaturePyramidNetwork([stage.channels for stage in stages], out_channels, extra_blocks)
         )
         self.attention = nn.ModuleDict()
         if attention is None:
