@@ -620,7 +620,7 @@ def validate(parser: argparse.ArgumentParser) -> Command:
 
 
 def train_dense(parser: argparse.ArgumentParser) -> Command:
-    """Train a network for detection, segmentation or stereo: train-dense TASK, whose --help lists the options.
+    """Train a network for detection, segmentation, stereo or video: train-dense TASK, whose --help lists the options.
 
     In several processes: torchrun … -m flatten_zoo train-dense …
     """

@@ -3,20 +3,22 @@
 import csv
 import json
 import os
+import runpy
 import signal
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from PIL import Image
 from torch import nn
 from torch.utils.data import Dataset
 
 from flatten_zoo.cli import main as cli
-from flatten_zoo.dense import write_shapes
+from flatten_zoo.dense import segmentation_layouts, write_shapes
 from flatten_zoo.dense.training import train, trainer, validate
 from flatten_zoo.dense.training.data import Batches, SeededItems
-from flatten_zoo.dense.training.options import TASKS, task_parser
+from flatten_zoo.dense.training.options import TASKS, check_options, task_parser
 from flatten_zoo.errors import UsageError, report_usage_errors
 from flatten_zoo.training import processes as distributed
 from flatten_zoo.training.options.parser import recipes
@@ -31,6 +33,7 @@ TINY = {
     'segmentation': '--model isa_net --image-size 32 --shapes 8 -b 4 --epochs 2 --scale 1 1.5',
     'detection': '--backbone test_resnet --image-size 32 --shapes 8 -b 2 --updates 2 --regions 8 --levels fpn4',
     'stereo': '--image-size 32 32 --max-disparity 8 --pairs 8 -b 2 --updates 2',
+    'video': '--image-size 32 --frames 16 --clips 4 -b 2 --updates 2 --anchor-scales 1',
 }
 
 
@@ -125,7 +128,7 @@ def validate_in_processes(folders: list[Path]) -> list[dict[str, float]]:
 
 def test_validation_in_two_processes_is_that_of_one(tmp_path, capsys):
     """Each image counts once: three of them do not divide evenly."""
-    numbers = {'segmentation': '--shapes 24', 'detection': '--shapes 24', 'stereo': '--pairs 24'}
+    numbers = {'segmentation': '--shapes 24', 'detection': '--shapes 24', 'stereo': '--pairs 24', 'video': '--clips 12'}
     for task, number in numbers.items():
         assert run(task, tmp_path / task, number) == 0
     folders = [tmp_path / task for task in numbers]
@@ -243,6 +246,21 @@ def test_only_the_same_training_is_continued(tmp_path, whole, capsys):
 # Options
 
 
+@pytest.mark.parametrize('task', TASKS)
+def test_examples_are_the_command(task, monkeypatch):
+    """A few lines each; that of stereo trains with attention and without."""
+    calls = []
+    monkeypatch.setattr('flatten_zoo.cli.main', lambda argv: calls.append(argv))
+    monkeypatch.setattr('sys.argv', ['example', '--epochs', '1'])
+    script = Path(__file__).parents[1] / 'examples' / f'train_{task}.py'
+    try:
+        runpy.run_path(str(script), run_name='__main__')
+    except SystemExit as e:
+        assert not e.code
+    assert [argv[:2] for argv in calls] == [['train-dense', task]] * (1 + (task == 'stereo'))
+    assert all(argv[-2:] == ['--epochs', '1'] for argv in calls)
+
+
 def test_mixed_precision_tensorboard_and_schedules(tmp_path):
     """Whatever the length is given in, rates follow the schedule."""
     options = '--sched step --milestones 1 2 --epochs 3 --warmup-updates 0 --amp --log-tensorboard'
@@ -299,7 +317,7 @@ def test_mistakes_are_told_in_one_line(tmp_path, capsys, options, message):
 @pytest.mark.parametrize(
     'words, message',
     [
-        ('train-dense', 'error: name a task: detection, segmentation, stereo'),
+        ('train-dense', 'error: name a task: detection, segmentation, stereo, video'),
         ('train-dense detektion', "error: unknown task 'detektion'; did you mean detection"),
         ('validate-dense', 'error: name the output folder of flatten-zoo train-dense first'),
         ('validate-dense nowhere', "error: 'nowhere' is no output folder of flatten-zoo train-dense: it has no args"),
@@ -310,9 +328,18 @@ def test_first_words(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_run_of_another_program_is_not_validated(tmp_path):
-    (tmp_path / 'args.yaml').write_text('model: resnet50\n')
-    with pytest.raises(UsageError, match='is of no task of flatten-zoo train-dense'):
+@pytest.mark.parametrize(
+    'recorded, message',
+    [
+        ('model: resnet50', 'is of no task of flatten-zoo train-dense'),
+        ('{task: detection, backbone: hf-hub:somebody/model}', "the backbone 'hf-hub:somebody/model', which is no reg"),
+        ('{task: detection, nonsense: 1}', "args.yaml: unknown option 'nonsense'"),
+        ('task: detection', 'there is no file .*best.pth'),
+    ],
+)
+def test_run_that_is_not_validated(tmp_path, recorded, message):
+    (tmp_path / 'args.yaml').write_text(recorded)
+    with pytest.raises(UsageError, match=message):
         validate.validate(tmp_path, [])
 
 
@@ -329,9 +356,43 @@ def test_unlike_categories(tmp_path, capsys):
 @pytest.mark.parametrize('task', TASKS)
 def test_recipes_are_options(task):
     found = recipes(f'dense/{task}')
-    for path in found.values():
-        args = task_parser(TASKS[task]).parse_with_config(['--config', path.stem])
-        from flatten_zoo.dense.training.options import check_options
-
+    assert found or task == 'video'
+    for name, path in found.items():
+        args = task_parser(TASKS[task]).parse_with_config(['--config', name])
         check_options(args)
+        assert args.output == f'output/{name}'
         assert path.read_text().startswith('# ')
+        if getattr(args, 'data_layout', 'coco') != 'coco':
+            assert args.data_layout in segmentation_layouts()
+        if task != 'stereo':
+            assert timm.is_model(args.backbone)
+
+
+RATES = {  # learning rate after so many updates (of 118 287 images of COCO, 16 in an update), worked out by hand
+    'detection/mask_rcnn_1x_flatten_swin_t': {
+        0: 1e-7,
+        500: 5.005e-5,
+        1000: 1e-4,
+        59135: 1e-4,
+        59136: 1e-5,
+        81312: 1e-6,
+    },
+    'detection/mask_rcnn_3x_flatten_swin_t': {0: 1e-7, 500: 1e-4, 199583: 1e-4, 199584: 1e-5, 243936: 1e-6},
+    'segmentation/upernet_160k_flatten_swin_t_ade20k': {0: 6e-11, 750: 3.000003e-5, 1500: 5.94375e-5, 80000: 3e-5},
+    'segmentation/fpn_40k_flatten_pvt_t_ade20k': {0: 2e-4, 20000: 2e-4 * 0.5**0.9},
+    'segmentation/isa_net_ade20k': {0: 0.02, 75000: 0.02 * 0.5**0.9},
+    'stereo/ea_psmnet_sceneflow': {0: 1e-3, 1000: 1e-3},
+}
+
+
+@pytest.mark.parametrize('name', RATES)
+def test_rates_of_recipes(name):
+    task, _, recipe = name.partition('/')
+    args = task_parser(TASKS[task]).parse_with_config(['--config', recipe])
+    epoch = 118287 // 16
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], args.lr)
+    updates, unit = (args.updates, 1) if args.updates else (args.epochs * epoch, epoch)
+    scheduler = trainer._build_scheduler(args, optimizer, updates, unit)
+    for update, rate in RATES[name].items():
+        scheduler.step_update(update)
+        assert optimizer.param_groups[0]['lr'] == pytest.approx(rate, rel=1e-6), update

@@ -5,9 +5,11 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import timm
+from timm.models import split_model_name_tag
 from timm.optim import list_optimizers
 
-from flatten_zoo.errors import UsageError, unknown_name
+from flatten_zoo.errors import UsageError, shown, unknown_name
 from flatten_zoo.training.options.definitions import COUNT, FRACTION, NOT_NEGATIVE, PART, POSITIVE, WHOLE
 from flatten_zoo.training.options.parser import OptionParser, read_options_file
 
@@ -15,10 +17,11 @@ from .detection import Detection
 from .segmentation import Segmentation
 from .stereo import Stereo
 from .task import Task
+from .video import Video
 
 __all__ = ['TASKS', 'check_options', 'recorded_run', 'task_parser', 'validation_parser']
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Detection, Segmentation, Stereo)}
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Detection, Segmentation, Stereo, Video)}
 
 
 def task_parser(task: type[Task]) -> OptionParser:
@@ -81,7 +84,7 @@ def _optimization_options(parser: OptionParser) -> None:
     group.add_argument('--lr', type=POSITIVE, help='highest learning rate')
     group.add_argument('--momentum', type=FRACTION, default=0.9, help='of SGD and its like')
     group.add_argument('--weight-decay', type=NOT_NEGATIVE, default=0.05, help='of weights that are matrices or more')
-    group.add_argument('--clip-grad', type=POSITIVE, metavar='NORM', help='largest norm of the gradients')
+    group.add_argument('--clip-grad', type=NOT_NEGATIVE, metavar='NORM', help='largest norm of the gradients, 0: any')
     group.add_argument(
         '--sched', default='cosine', choices=('cosine', 'poly', 'step'), help='how the learning rate falls'
     )
@@ -127,7 +130,7 @@ def recorded_run(folder: Path) -> tuple[type[Task], dict[str, Any]]:
         folder: Its output folder.
 
     Raises:
-        UsageError: There are none, or they are not those of `train-dense`.
+        UsageError: There are none, they are not those of `train-dense`, or they would fetch a network from somewhere.
     """
     path = folder / 'args.yaml'
     if not path.is_file():
@@ -136,4 +139,8 @@ def recorded_run(folder: Path) -> tuple[type[Task], dict[str, Any]]:
     task = values.pop('task', None)
     if task not in TASKS:
         raise UsageError(f"'{path}' is of no task of flatten-zoo train-dense")
-    return TASKS[task], task_parser(TASKS[task]).check(values, source=path)
+    run = task_parser(TASKS[task]).check(values, source=path)
+    backbone = run.get('backbone')
+    if task != Video.name and backbone and not timm.is_model(split_model_name_tag(backbone)[0]):
+        raise UsageError(f"'{path}' records the backbone {shown(backbone)}, which is no registered model")
+    return TASKS[task], run

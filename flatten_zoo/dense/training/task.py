@@ -129,7 +129,7 @@ class Task(ABC):
         Returns:
             3×H'×W', from 0 to 1.
         """
-        raise NotImplementedError  # of tasks that find no classes
+        raise NotImplementedError  # of tasks that find no classes in images
 
 
 def optional(name: str) -> str | None:

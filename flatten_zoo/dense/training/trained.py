@@ -24,10 +24,10 @@ def open_run(folder: Path) -> Task:
         UsageError: It is no such folder, or the run was of another task.
     """
     task_type, run = recorded_run(folder)
+    if task_type.picture is Task.picture:
+        raise UsageError(f"'{folder}' was trained for {task_type.name}, which finds no classes in images")
     path = folder / BEST
     state = read_run_checkpoint(path)
-    if 'classes' not in state:
-        raise UsageError(f"'{folder}' was trained for {task_type.name}, which finds no classes")
     parser = task_parser(task_type)
     parser.set_defaults(**run)
     task = task_type(parser.parse_with_config([]), trained=True, facts={'classes': state['classes']})

@@ -147,14 +147,14 @@ class Trainer:
     @cached_property
     def tensorboard(self) -> Any:
         """Where each row of the table is logged as well."""
-        return start_tensorboard(self.folder, self.updates + 1)
+        return start_tensorboard(self.folder, self.updates)
 
     def train(self) -> None:
         """Train to the end; validate, record and save on the way."""
         if is_first():
             remove_temporaries(self.folder)
-        while (rounds := len(self.rows)) * self.interval < self.all_updates:
-            stop = min((rounds + 1) * self.interval, self.all_updates)
+        while (validated := int(self.rows[-1]['update']) if self.rows else 0) < self.all_updates:
+            stop = min((validated // self.interval + 1) * self.interval, self.all_updates)
             label = self._label(stop)
             self._train_until(stop, label)
             self._record(self._validate(label), label)
@@ -224,8 +224,9 @@ class Trainer:
 
     def _validate(self, label: str) -> dict[str, float]:
         if world_size() > 1 and not self.args.sync_bn:  # the statistics of a process are those of its batches
-            for network in (self.network, self._evaluated):
-                distribute_bn(network, world_size(), reduce=False)
+            distribute_bn(self.network, world_size(), reduce=False)
+            if self.average is not None:
+                distribute_bn(self.average.module, world_size(), reduce=False)
         interval = self.args.log_interval
         return evaluate(self.task, self._evaluated, self.val_loader, self.accelerator, f'{label} validation', interval)
 
@@ -275,7 +276,7 @@ class Trainer:
         }
         if self.accelerator.scaler is not None:
             state['scaler'] = self.accelerator.scaler.state_dict()
-        if loss is None and self._is_best():
+        if loss is None and self.rows and self._is_best():
             _write(self.folder / BEST, weights | facts)
         _write(self.folder / LAST, state)
         return wait_for_all()
