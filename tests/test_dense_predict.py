@@ -109,11 +109,11 @@ def test_export_of_a_run(runs, images, tmp_path, capsys):
     assert about['input']['shape'] == ['batch', 3, 32, 32]
     assert about['outputs'] == [{'name': 'logits', 'classes': 4, 'label_names': CLASSES}]
     network = open_run(runs['segmentation']).network
-    images = torch.rand(3, 3, 32, 32)
+    x = torch.rand(3, 3, 32, 32)
     mean, std = (torch.tensor(about['preprocessing'][key]).view(3, 1, 1) for key in ('mean', 'std'))
     with torch.no_grad():
-        expected = network(images)['out']
-    (found,) = load_onnx(path)((images - mean) / std)
+        expected = network(x)['out']
+    (found,) = load_onnx(path)((x - mean) / std)
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
     assert main(['predict', str(images), '--model', str(path)]) == 2
     assert 'gives a class for each pixel' in capsys.readouterr().err
