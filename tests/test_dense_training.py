@@ -279,8 +279,8 @@ def test_mask_rcnn_with_attention_learns(tmp_path):
 def learn_shapes(build, folder, steps=300, batch_size=4, side=64, lr=1e-3):
     """Scores on held-out shapes of a network that learnt from scratch, with heads as cheap as they can be."""
     few = {
-        'box_batch_size_per_image': 16,
-        'rpn_post_nms_top_n_train': 64,
+        'box_batch_size_per_image': 8,
+        'rpn_post_nms_top_n_train': 32,
         'rpn_post_nms_top_n_test': 32,
         'mask_roi_pool': MultiScaleRoIAlign(['0', '1', '2', '3'], output_size=7, sampling_ratio=2),
     }
