@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .errors import UsageError, report_usage_errors
+from .errors import UsageError, printable, report_usage_errors
 
 __all__ = ['main']
 
@@ -288,16 +288,19 @@ def export(parser: argparse.ArgumentParser) -> Command:
     normalisation, image size, classes or strides and channels, versions.
     """
     parser.set_defaults(announcement='exporting {model} to {output}')
-    parser.add_argument('model', metavar='MODEL', help='any model name of timm')
+    parser.add_argument(
+        'model', metavar='MODEL', help='any model name of timm; for segmentation the output folder of train-dense'
+    )
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument('--checkpoint', type=Path, metavar='FILE', help='load the weights of this file')
     weights.add_argument('--pretrained', action='store_true', help='load the released weights (default: none)')
     _attention_arguments(parser)
     parser.add_argument(
         '--task',
-        choices=['classification', 'features'],
+        choices=['classification', 'features', 'segmentation'],
         default='classification',
-        help='what comes out: class scores, or the feature maps that backbones give (default: classification)',
+        help='what comes out: class scores, the feature maps that backbones give, or class scores of each pixel '
+        '(default: classification)',
     )
     parser.add_argument('--format', choices=['onnx', 'pt2'], default='onnx', help='of the file (default: onnx)')
     parser.add_argument(
@@ -337,9 +340,20 @@ def export(parser: argparse.ArgumentParser) -> Command:
         from .weights import open_model
 
         check_output(args.output, args.format, args.force)
-        model, weights = open_model(
-            _model(args), args.img_size, args.dynamic in ('size', 'both'), args.pretrained, args.checkpoint
-        )
+        classes: list[str] = []
+        if args.task == 'segmentation':
+            from .dense.training.trained import open_segmentation
+
+            if args.pretrained or args.checkpoint or args.attention:
+                raise UsageError(
+                    f"'{args.model}' has its weights: leave out --pretrained, --checkpoint and --attention"
+                )
+            model, classes, size = open_segmentation(Path(args.model))
+            args.img_size, weights = args.img_size or size, args.model
+        else:
+            model, weights = open_model(
+                _model(args), args.img_size, args.dynamic in ('size', 'both'), args.pretrained, args.checkpoint
+            )
         difference = export(
             model,
             args.output,
@@ -353,6 +367,7 @@ def export(parser: argparse.ArgumentParser) -> Command:
             args.opset,
             args.int8,
             args.reparameterize,
+            classes,
         )
         print(f'{args.output}: differs from the model by {difference:.1e} of the largest output, at most')
         if args.int8:
@@ -596,20 +611,61 @@ def train(parser: argparse.ArgumentParser) -> Command:
 
     In several processes: torchrun … -m flatten_zoo train …
     """
-    return _program(parser, 'train')
+    return _program(parser, 'training.train')
 
 
 def validate(parser: argparse.ArgumentParser) -> Command:
     """Measure an image classifier: what validate.py does, with the same options (--help lists them)."""
-    return _program(parser, 'validate')
+    return _program(parser, 'training.validate')
 
 
-def _program(parser: argparse.ArgumentParser, name: str) -> Command:
-    """The way to a module of the training room."""
+def train_dense(parser: argparse.ArgumentParser) -> Command:
+    """Train a network for detection, segmentation, stereo or video: train-dense TASK, whose --help lists the options.
+
+    In several processes: torchrun … -m flatten_zoo train-dense …
+    """
+    return _program(parser, 'dense.training.train')
+
+
+def validate_dense(parser: argparse.ArgumentParser) -> Command:
+    """Scores of what train-dense has trained: validate-dense FOLDER, with options (--help lists them).
+
+    In several processes: torchrun … -m flatten_zoo validate-dense …
+    """
+    return _program(parser, 'dense.training.validate')
+
+
+def predict_dense(parser: argparse.ArgumentParser) -> Command:
+    """Pictures of images with what a network of train-dense finds in them: boxes and masks, or classes with a legend.
+
+    Images that cannot be read are named at the end, with status 1; the others' pictures are kept.
+    """
+    parser.set_defaults(announcement='predicting')
+    parser.add_argument('folder', type=Path, metavar='RUN', help='output folder of train-dense')
+    parser.add_argument('images', nargs='+', type=Path, metavar='FILE|FOLDER', help='images, and folders of them')
+    parser.add_argument(
+        '-o', '--output', type=Path, default=Path('predictions'), metavar='FOLDER', help='(default: predictions)'
+    )
+    parser.add_argument('--device', default='cuda', help='where to run (default: cuda, or the CPU if there is none)')
+
+    def run(args: argparse.Namespace) -> int:
+        from .dense.training.predict import predict
+
+        pictures, failures = predict(args.folder, args.images, args.output, args.device)
+        print(f'{args.output}: {len(pictures)} pictures')
+        for failure in failures:
+            print(printable(failure), file=sys.stderr)
+        return int(bool(failures))
+
+    return run
+
+
+def _program(parser: argparse.ArgumentParser, module: str) -> Command:
+    """The way to a module that reads its options itself."""
     parser.add_argument('arguments', nargs='*')
 
     def run(args: argparse.Namespace) -> int:
-        return importlib.import_module(f'.training.{name}', __package__).main(args.arguments)
+        return importlib.import_module(f'.{module}', __package__).main(args.arguments)
 
     return run
 
@@ -623,13 +679,16 @@ COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Command]] = {
     'predict': predict,
     'train': train,
     'validate': validate,
+    'train-dense': train_dense,
+    'validate-dense': validate_dense,
+    'predict-dense': predict_dense,
     'visualize': visualize,
     'linearize': linearize,
     'export': export,
     'bench': bench,
     'run': run,
 }
-PROGRAMS = ('train', 'validate')  # of the training room, which read their options themselves
+PROGRAMS = ('train', 'validate', 'train-dense', 'validate-dense')  # which read their options themselves
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from .quantize import agreement, quantize, read_images
 
 __all__ = ['DYNAMIC', 'FORMATS', 'OPSET', 'OPSETS', 'TASKS', 'export']
 
-TASKS = ('classification', 'features')
+TASKS = ('classification', 'features', 'segmentation')
 FORMATS = ('onnx', 'pt2')
 DYNAMIC = {'batch': (0,), 'size': (2, 3), 'both': (0, 2, 3)}  # the axes of the images that are left open
 OPSETS = range(17, 23)  # from 23 on, attention is one operator, whose masks onnxruntime does not broadcast
@@ -58,13 +58,15 @@ def export(
     opset: int | None = None,
     int8: Path | None = None,
     reparameterize: bool = True,
+    classes: Sequence[str] = (),
 ) -> float:
     """Write a model and its description, after the file has been compared with the model.
 
     Args:
-        model: A model of timm on the CPU, in inference mode. It is used up: it may lose its head and become half.
+        model: A model on the CPU, in inference mode: one of timm or, for segmentation, any that returns logits, or a
+            dictionary with logits as 'out'. It is used up: it may lose its head and become half.
         output: File to write, which ends in `.onnx` or `.pt2`; the description is `OUTPUT.json`.
-        task: 'classification', or 'features' for the maps that timm's `features_only=True` gives.
+        task: 'classification', 'features' for the maps that timm's `features_only=True` gives, or 'segmentation'.
         format: 'onnx', or 'pt2' for a program of `torch.export`.
         img_size: Side, or height and width, of the images; the model's own if None.
         dynamic: One of `DYNAMIC`: what the file leaves open; None for nothing, with one image at a time.
@@ -76,6 +78,7 @@ def export(
         int8: Folder of images. The file is compared, then quantised: every other image calibrates it, the rest measure
             how far it agrees with the model; that is the description's `int8`, as `quantize.agreement` gives it.
         reparameterize: Write what `timm.utils.reparameterize_model` makes of the model, folded in float32.
+        classes: Their names for the description, of segmentation networks; timm's models have them themselves.
 
     Returns:
         The largest difference between outputs of the file (before it is quantised) and of the model, relative to the
@@ -86,7 +89,7 @@ def export(
     """
     description = description_of(output)
     check_output(output, format, force)
-    config = resolve_model_data_config(model)
+    config = resolve_model_data_config(_timm_model(model))
     shape = (1, config['input_size'][0], *(two_sides(img_size) if img_size else config['input_size'][1:]))
     if dynamic in ('size', 'both') and min(shape[2:]) < AXES[2][1]:
         raise UsageError(f'--img-size {shape[2]} {shape[3]}: --dynamic {dynamic} needs at least {AXES[2][1]} each way')
@@ -99,7 +102,8 @@ def export(
     dtype = torch.float16 if half else torch.float32
 
     def to_export(model: nn.Module) -> nn.Module:
-        return (feature_network(model) if task == 'features' else model).to(dtype)
+        wrapped = {'features': feature_network, 'segmentation': Logits}.get(task, lambda model: model)
+        return wrapped(model).to(dtype)
 
     folded = to_export(reparameterize_model(model)) if reparameterize else None
     network = to_export(model)  # what the file is compared with
@@ -116,6 +120,8 @@ def export(
             difference = compare(run, network, check_shapes(shape, dynamic), dtype)
             about = describe(network, config, shape, dynamic, dtype, names, opset if format == 'onnx' else None)
             about |= {'weights': weights, 'reparameterized': reparameterize, 'largest_difference': difference}
+            if classes:
+                about['outputs'][0]['label_names'] = list(classes)
             if int8:
                 quantize(temporary, temporary, images[::2])
                 about['int8'] = agreement(load_onnx(temporary), lambda x: _as_list(network(x)), images[1::2])
@@ -173,11 +179,23 @@ def feature_network(model: nn.Module) -> nn.Module:
         raise UsageError(f"--task features: '{name_of(model)}' gives no feature maps: {first_line(e)}") from e
 
 
+class Logits(nn.Module):
+    """A segmentation network that returns its logits alone, also where they are in a dictionary."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        outputs = self.model(image)
+        return outputs['out'] if isinstance(outputs, dict) else outputs
+
+
 def output_names(network: nn.Module) -> list[str]:
     """Names of a network's outputs."""
     if isinstance(network, FeatureGetterNet):
         return [f'feature_{i}' for i, _ in enumerate(network.feature_info.channels(), start=1)]
-    return ['logits' if network.num_classes else 'embedding']
+    return ['logits' if isinstance(network, Logits) or network.num_classes else 'embedding']
 
 
 def trace(network: nn.Module, image: torch.Tensor, dynamic: str | None) -> torch.export.ExportedProgram:
@@ -207,7 +225,7 @@ def trace(network: nn.Module, image: torch.Tensor, dynamic: str | None) -> torch
         with _quiet():
             return torch.export.export(network, (image,), dynamic_shapes=shapes)
     except Exception as e:  # it runs the code of any network of timm's on symbols
-        name = name_of(_timm_model(network))
+        name = type(network.model).__name__ if isinstance(network, Logits) else name_of(_timm_model(network))
         if dynamic in ('size', 'both'):
             raise UsageError(
                 f"--dynamic {dynamic}: the graph of '{name}' depends on the image size; export it for one size, "
@@ -217,7 +235,8 @@ def trace(network: nn.Module, image: torch.Tensor, dynamic: str | None) -> torch
 
 
 def _timm_model(network: nn.Module) -> nn.Module:
-    return network.model if isinstance(network, FeatureGetterNet) else network
+    """The model of timm in a network, or the network itself where there is none."""
+    return next((module for module in network.modules() if hasattr(module, 'pretrained_cfg')), network)
 
 
 @contextmanager
@@ -375,22 +394,29 @@ def describe(
 ) -> dict:
     """What the user of a file must know, as plain values."""
     model = _timm_model(network)
-    cfg = model.pretrained_cfg
+    cfg = getattr(model, 'pretrained_cfg', {})
     open_axes = DYNAMIC[dynamic] if dynamic else ()
-    outputs = [{'name': name} for name in names]
-    if network is not model:
+    outputs: list[dict[str, Any]] = [{'name': name} for name in names]
+    if isinstance(network, Logits):
+        name, task = type(network.model).__name__, 'segmentation'
+        with torch.no_grad():
+            outputs[0]['classes'] = network(torch.zeros(shape, dtype=dtype)).shape[1]
+    else:
+        name = f'{name_of(model)}.{cfg["tag"]}' if cfg.get('tag') else name_of(model)
+        task = 'classification' if network is model else 'features'
+    if task == 'features':
         for output, channels, stride in zip(
             outputs, network.feature_info.channels(), network.feature_info.reduction(), strict=True
         ):
             output |= {'channels': channels, 'stride': stride}
-    else:
+    elif task == 'classification':
         outputs[0]['classes' if model.num_classes else 'channels'] = model.num_classes or model.num_features
         if model.num_classes and cfg.get('label_names'):
             outputs[0]['label_names'] = cfg['label_names']
     packages = ['torch', 'timm', 'flatten_zoo'] + (['onnx', 'onnxscript', 'onnxruntime'] if opset else [])
     return {
-        'model': f'{name_of(model)}.{cfg["tag"]}' if cfg.get('tag') else name_of(model),
-        'task': 'classification' if network is model else 'features',
+        'model': name,
+        'task': task,
         'input': {
             'name': 'image',
             'shape': [AXES[axis][0] if axis in open_axes else side for axis, side in enumerate(shape)],

@@ -65,7 +65,9 @@ def test_table_csv_and_json_agree(tmp_path, capsys, monkeypatch):
             assert cells[-1] == f'{float(row["speed_ratio"]):.2f}×' and int(row['peak_memory']) > 1e6
 
 
-@pytest.mark.parametrize('mode', [m if m != 'compile' else pytest.param(m, marks=pytest.mark.slow) for m in MODES])
+@pytest.mark.parametrize(
+    'mode', [pytest.param(m, marks=pytest.mark.slow) if m in ('compile', 'int8') else m for m in MODES]
+)
 def test_every_mode(mode, tmp_path, capsys):
     if mode in ('onnx', 'int8'):
         pytest.importorskip('onnxruntime.quantization')

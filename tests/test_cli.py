@@ -185,7 +185,10 @@ def test_an_unexpected_error_keeps_its_traceback(error, monkeypatch):
         main(['list'])
 
 
-@pytest.mark.parametrize('arguments, unbuffered', [('list', '1'), ('info flatten_pvt_v2_b0', ''), ('--help', '')])
+@pytest.mark.parametrize(
+    'arguments, unbuffered',
+    [('list', '1'), pytest.param('info flatten_pvt_v2_b0', '', marks=pytest.mark.slow), ('--help', '')],
+)
 def test_ends_quietly_where_nobody_reads_on(arguments, unbuffered):
     reader, writer = os.pipe()
     os.close(reader)

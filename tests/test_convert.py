@@ -94,7 +94,9 @@ def test_models_without_official_code():
         to_official(model)
 
 
-@families
+@pytest.mark.parametrize(
+    'name', [name if name == 'flatten_pvt_v2_b0' else pytest.param(name, marks=pytest.mark.slow) for name in SMALL]
+)
 def test_convert_command_both_ways(name, tmp_path, capsys):
     model = create(name)
     source = tmp_path / 'official.pth'

@@ -416,7 +416,9 @@ def test_bad_freezing():
         freeze_stages(body, 2)
 
 
-@pytest.mark.parametrize('name', ['resnet18', 'efficientnet_b0', 'issa_resnet50'])
+@pytest.mark.parametrize(
+    'name', ['resnet18', *(pytest.param(name, marks=pytest.mark.slow) for name in ('efficientnet_b0', 'issa_resnet50'))]
+)
 def test_frozen_stay_frozen_in_training(name):
     torch.manual_seed(0)
     model = faster_rcnn(name, CLASSES, trainable_backbone_layers=2, freeze_norm=True, **SIZES).train()

@@ -1,8 +1,8 @@
-"""Scores of detections, and the example that trains a detector."""
+"""Scores of detections, and training a detector."""
 
 import json
 import os
-import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,25 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from torchvision.ops import MultiScaleRoIAlign
 
-from flatten_zoo.dense import (
-    LEVELS,
-    CocoInstances,
-    CocoScores,
-    cascade_mask_rcnn,
-    coco_split,
-    mask_rcnn,
-    retinanet,
-    write_shapes,
-)
-from flatten_zoo.errors import UsageError
-from tests.examples import load_example
+from flatten_zoo.cli import main
+from flatten_zoo.dense import CocoInstances, CocoScores, mask_rcnn, write_shapes
 
 mask = pytest.importorskip('pycocotools.mask')
 
 ROOT = Path(__file__).parents[1]
-SCRIPT = ROOT / 'examples' / 'train_detection.py'
 
 
 @pytest.fixture(scope='module')
@@ -148,166 +136,67 @@ def test_reading_and_scoring_twice_gives_the_same(tmp_path):
     torch.testing.assert_close(data[2][1]['masks'][0].as_subclass(torch.Tensor), expected)
 
 
-def test_validation_sees_one_image_at_a_time(tmp_path):
-    write_shapes(tmp_path / 'shapes', 3, 64)
-    data = CocoInstances(tmp_path / 'shapes')
+@pytest.mark.parametrize('order', [(0, 1), (1, 0)])
+def test_scores_of_two_processes_together(data, order):
+    """Detections, half of them wrong, that were added in parts, in whatever order."""
 
-    class Model(torch.nn.Module):
-        def forward(self, images):
-            (image,) = images
-            index = next(i for i in range(len(data)) if torch.equal(data[i][0], image))
-            return [perfect(data[index][1])]
+    def change(i, found):
+        return found if i % 3 else {**found, 'labels': found['labels'] % 3 + 1}
 
-    scores = load_example('train_detection').evaluate(Model(), data, 'cpu')
-    assert scores['mask AP'] == pytest.approx(1)
-
-
-def run_example(*arguments):
-    return load_example('train_detection').main([str(argument) for argument in arguments])
-
-
-TINY = ['--image-size', 64, '--shapes', 4, '--batch-size', 2, '--epochs', 1, '--regions', 8]
+    whole, parts = CocoScores(data), [CocoScores(data), CocoScores(data)]
+    for i in range(len(data)):
+        target = data[i][1]
+        for scores in (whole, parts[i % 2]):
+            scores.add([target['image_id']], [change(i, perfect(target))])
+    together = CocoScores(data)
+    for part in order:
+        together.merge(parts[part].state())
+    assert together.compute() == whole.compute()
+    assert 0 < whole.compute()['mask AP'] < 1
 
 
-def test_example(tmp_path, capsys):
-    scores = run_example(*TINY, '--output', tmp_path)
-    assert set(scores) == {f'{kind} {figure}' for kind in ('box', 'mask') for figure in ('AP', 'AP50', 'AP75')}
-    out = capsys.readouterr().out
-    assert 'epoch 1/1  loss ' in out and 'mask AP50' in out
-    saved = torch.load(tmp_path / 'last.pth')
-    assert saved['classes'] == ['background', 'circle', 'square', 'triangle'] and saved['scores'] == scores
+def train(*arguments) -> int:
+    return main(['train-dense', 'detection', *map(str, arguments)])
+
+
+TINY = shlex.split('--image-size 64 --shapes 4 --batch-size 2 --epochs 1 --regions 8 --device cpu')
+
+
+def test_training(tmp_path, capsys):
+    assert train(*TINY, '--output', tmp_path) == 0
+    saved = torch.load(tmp_path / 'best.pth', weights_only=True)
+    assert saved['classes'] == ['background', 'circle', 'square', 'triangle']
+    figures = {f'{kind} {figure}' for kind in ('box', 'mask') for figure in ('AP', 'AP50', 'AP75')}
+    assert set(saved['scores']) == {'update', 'lr', 'train_loss', *figures}
     model = mask_rcnn('flatten_pvt_v2_b0', 4, 'ea')
     model.load_state_dict(saved['model'])
     learnt = [level for level, module in model.backbone.attention.items() if module.reprojection.weight.any()]
     assert set(learnt) >= {'fpn1', 'fpn2', 'fpn3'}, 'fpn5 is one position here, of which no anchor may be sampled'
     assert Image.open(tmp_path / 'predictions.png').mode == 'RGB'
+    # a validation of the run on other data
+    write_shapes(tmp_path / 'data' / 'val', 2, 64, seed=7)
+    capsys.readouterr()
+    assert main(['validate-dense', str(tmp_path), '--data', str(tmp_path / 'data'), '--device', 'cpu']) == 0
+    assert set(json.loads(capsys.readouterr().out)) == figures
 
 
-def test_example_on_a_coco_folder_without_masks(tmp_path):
+@pytest.mark.parametrize('model', ['faster_rcnn', 'retinanet'])
+def test_training_on_a_coco_folder_without_masks(tmp_path, model):
     for seed, split in enumerate(('train', 'val')):
         write_shapes(tmp_path / 'data' / split, 2, 64, seed)
-    scores = run_example(
-        *TINY,
-        '--data',
-        tmp_path / 'data',
-        '--boxes-only',
-        '--attention',
-        'issa',
-        '--levels',
-        'fpn4',
-        '--backbone',
-        'resnet18',
-        '--output',
-        tmp_path / 'out',
-    )
-    assert set(scores) == {'box AP', 'box AP50', 'box AP75'}
-    assert {p.name for p in (tmp_path / 'out').iterdir()} == {'last.pth', 'predictions.png'}
-
-
-@pytest.mark.parametrize(
-    'arguments, message',
-    [
-        (['--epochs', 0], '--epochs must be positive, got 0'),
-        (['--batch-size', 5], '--batch-size 5 is more than the 4 training images'),
-        (['--data', 'nowhere'], "there is no folder 'nowhere'"),
-        (['--backbone', 'flatten_pvt_v2_b9'], "unknown model 'flatten_pvt_v2_b9'"),
-        (
-            ['--backbone', 'vit_small_patch14_dinov2'],
-            'with --backbone vit_small_patch14_dinov2: a feature pyramid needs',
-        ),
-        (['--workers', -1], '--workers must not be negative, got -1'),
-        (['--lr', 0], '--lr must be positive, got 0'),
-        (['--device', 'abacus'], '--device abacus: '),
-        (['--lr', 1e20, '--epochs', 2], 'try a lower --lr'),
-    ],
-)
-def test_bad_arguments_of_the_example(tmp_path, arguments, message):
-    with pytest.raises(UsageError, match=message):
-        run_example(*TINY, '--output', tmp_path, *arguments)
-    assert not (tmp_path / 'last.pth').exists()
-
-
-def test_output_is_not_lost(tmp_path):
-    (tmp_path / 'last.pth').touch()
-    with pytest.raises(UsageError, match='holds a trained network already'):
-        run_example('--output', tmp_path)
-    with pytest.raises(UsageError, match='cannot write to'):
-        run_example('--output', tmp_path / 'last.pth' / 'below')
-
-
-def test_example_says_mistakes_in_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    monkeypatch.setattr(sys, 'argv', [str(SCRIPT), '--data', 'nowhere', '--output', str(tmp_path)])
-    with pytest.raises(SystemExit) as e:
-        runpy.run_path(str(SCRIPT), run_name='__main__')
-    assert e.value.code == 2 and capsys.readouterr().err == "error: there is no folder 'nowhere' (--data)\n"
-
-
-def test_unlike_categories(tmp_path):
-    for split in ('train', 'val'):
-        write_shapes(tmp_path / split, 2, 64)
-    path = tmp_path / 'val' / 'instances.json'
-    path.write_text(path.read_text().replace('"categories": [', '"categories": [{"id": 9, "name": "star"}, '))
-    assert len(CocoInstances(**coco_split(tmp_path, 'val')).classes) == 5
-    with pytest.raises(UsageError, match='do not have the same categories'):
-        run_example(*TINY, '--data', tmp_path, '--output', tmp_path / 'out')
+    options = f'--model {model} --attention issa --levels fpn4 --backbone test_resnet'
+    assert train(*TINY, *options.split(), '--data', tmp_path / 'data', '--output', tmp_path / 'out') == 0
+    assert set(torch.load(tmp_path / 'out' / 'last.pth')['rows'][0]) >= {'box AP', 'box AP50', 'box AP75'}
+    written = {'.lock', 'args.yaml', 'best.pth', 'last.pth', 'summary.csv', 'curves.png', 'predictions.png'}
+    assert {p.name for p in (tmp_path / 'out').iterdir()} == written
 
 
 @pytest.mark.slow
 def test_mask_rcnn_with_attention_learns(tmp_path):
-    environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
+    script = ROOT / 'examples' / 'train_detection.py'
     subprocess.run(
-        [
-            sys.executable,
-            SCRIPT,
-            '--backbone',
-            'flatten_pvt_v2_b0',
-            '--attention',
-            'ea',
-            '--levels',
-            *LEVELS,
-            '--output',
-            tmp_path,
-        ],
-        env=environment,
-        check=True,
+        [sys.executable, script, '--output', tmp_path], env={**os.environ, 'PYTHONPATH': str(ROOT)}, check=True
     )
-    scores = torch.load(tmp_path / 'last.pth')['scores']
-    assert scores['box AP50'] >= 0.5 and scores['mask AP50'] >= 0.4
-
-
-def learn_shapes(build, folder, steps=300, batch_size=4, side=64, lr=1e-3):
-    """Scores on held-out shapes of a network that learnt from scratch, with heads as cheap as they can be."""
-    few = {
-        'box_batch_size_per_image': 8,
-        'rpn_post_nms_top_n_train': 32,
-        'rpn_post_nms_top_n_test': 32,
-        'mask_roi_pool': MultiScaleRoIAlign(['0', '1', '2', '3'], output_size=7, sampling_ratio=2),
-    }
-    write_shapes(folder / 'train', 400, side, seed=0)
-    write_shapes(folder / 'val', 100, side, seed=1)
-    train, val = CocoInstances(folder / 'train'), CocoInstances(folder / 'val')
-    torch.manual_seed(0)
-    arguments = {} if build is retinanet else few
-    model = build('flatten_pvt_v2_b0', 4, 'ea', min_size=side, max_size=side, **arguments)
-    optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
-    for _ in range(steps):
-        images, targets = zip(*(train[i] for i in torch.randperm(len(train))[:batch_size].tolist()), strict=True)
-        optimizer.zero_grad()
-        sum(model(images, targets).values()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 5)
-        optimizer.step()
-        schedule.step()
-    scores = CocoScores(val)
-    model.eval()
-    with torch.inference_mode():
-        for image, target in (val[i] for i in range(len(val))):
-            scores.add([target['image_id']], model([image]))
-    return scores.compute()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('build', [cascade_mask_rcnn, retinanet])
-def test_others_learn(build, tmp_path):
-    assert learn_shapes(build, tmp_path)['box AP50'] >= 0.3
+    scores = torch.load(tmp_path / 'best.pth', weights_only=True)['scores']
+    assert scores['box AP50'] >= 0.5
+    assert scores['mask AP50'] >= 0.4

@@ -165,7 +165,7 @@ def seen(root: Path, layouts: dict[str, list[str]], more: list[str]) -> dict[str
 
 
 @pytest.mark.filterwarnings('ignore:Length of IterableDataset')
-@pytest.mark.parametrize('workers', ['0', '2'])
+@pytest.mark.parametrize('workers', ['0', pytest.param('2', marks=pytest.mark.slow)])
 def test_every_reader_gives_every_image_to_one_process(tmp_path, images, workers):
     """24 images in shards of six for training, 15 in shards of four and three for validation."""
     write_tars(tmp_path / 'tars', images)
@@ -256,7 +256,15 @@ def whole_and_in_parts(output: Path, images: Path, options: list[str], rank: int
     'options, rank, update, recovered',
     [
         (['--model', 'test_convnext', *RANDOM], 1, 3, 'recovery-1-1.pth.tar'),
-        (['--drop', '0.2', '--no-ddp-bb', '--dist-bn', '', '--model-ema', '-j', '1'], 0, 4, 'recovery-1-2.pth.tar'),
+        pytest.param(
+            *(
+                ['--drop', '0.2', '--no-ddp-bb', '--dist-bn', '', '--model-ema', '-j', '1'],
+                0,
+                4,
+                'recovery-1-2.pth.tar',
+            ),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_interrupted_run_ends_like_one_that_was_not(tmp_path, images, options, rank, update, recovered):

@@ -14,10 +14,12 @@ from torchvision.models.feature_extraction import create_feature_extractor, get_
 
 from flatten_zoo import export as export_module
 from flatten_zoo.cli import main
+from flatten_zoo.dense import isa_net
 from flatten_zoo.errors import UsageError
 from flatten_zoo.export import (
     OPSET,
     OPSETS,
+    Logits,
     check_shapes,
     description_of,
     export,
@@ -55,7 +57,7 @@ def assert_same(path, network, shapes, tolerance=1e-4):
 
 
 # what traces quickly; the others take seconds each
-BATCHES = [('flatten_cswin_t', 'features', 'onnx'), ('nl_resnet50', 'classification', 'pt2')]
+BATCHES = [('nl_resnet50', 'classification', 'pt2')]
 
 
 @pytest.mark.parametrize(
@@ -72,6 +74,48 @@ def test_one_file_for_many_batches(name, task, format, tmp_path):
     assert export(model, path, task, format, (64, 64), 'batch') < 1e-4
     network = feature_network(model) if task == 'features' else model
     assert_same(path, network, [(batch, 64, 64) for batch in (1, 2, 5)])
+
+
+CONTEXTS = ('issa', 'self', 'danet', 'rcca', 'cgnl', 'latent_gnn', 'ea', 'ppm', 'aspp')
+
+
+def segmentation_network(name, backbone):
+    torch.manual_seed(0)
+    if name in CONTEXTS:
+        return isa_net(backbone, 3, context=name).eval()
+    smp = pytest.importorskip('segmentation_models_pytorch')
+    kwargs = {'dynamic_img_size': True} if 'swin' in backbone else {}
+    return getattr(smp, name)(f'tu-{backbone}', encoder_weights=None, classes=3, **kwargs).eval()
+
+
+@pytest.mark.parametrize(
+    ('name', 'backbone'),
+    [
+        ('issa', 'test_resnet'),
+        ('UPerNet', 'flatten_pvt_v2_b0'),
+        *(pytest.param(name, 'test_resnet', marks=pytest.mark.slow) for name in CONTEXTS[1:]),
+        pytest.param('issa', 'ea_resnet50', marks=pytest.mark.slow),
+        pytest.param('FPN', 'flatten_pvt_v2_b0', marks=pytest.mark.slow),
+        pytest.param('UPerNet', 'flatten_swin_t', marks=pytest.mark.slow),
+        pytest.param('UPerNet', 'test_resnet', marks=pytest.mark.slow),
+    ],
+)
+def test_segmentation(name, backbone, tmp_path):
+    network = segmentation_network(name, backbone)
+    path = tmp_path / 'model.onnx'
+    assert export(network, path, 'segmentation', 'onnx', (64, 96), 'batch', classes=['a', 'b', 'c']) < 1e-3
+    assert json.loads(description_of(path).read_text())['outputs'][0]['label_names'] == ['a', 'b', 'c']
+    assert_same(path, Logits(network), [(batch, 64, 96) for batch in (1, 2, 3)], 1e-3)
+
+
+@pytest.mark.parametrize(
+    ('name', 'backbone'), [('issa', 'resnet26'), pytest.param('ea', 'resnet26', marks=pytest.mark.slow)]
+)
+def test_segmentation_of_images_of_any_size(name, backbone, tmp_path):
+    network = segmentation_network(name, backbone)
+    path = tmp_path / 'model.pt2'
+    assert export(network, path, 'segmentation', 'pt2', (64, 64), 'both') < 1e-3
+    assert_same(path, Logits(network), UNSEEN, 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +135,7 @@ def test_one_file_for_many_sizes(name, task, format, tmp_path):
 @pytest.mark.parametrize(
     ('name', 'opset'),
     [
-        case if case == ('flatten_deit_t', 17) else pytest.param(*case, marks=pytest.mark.slow)
+        case if case == ('ea_resnet50', 17) else pytest.param(*case, marks=pytest.mark.slow)
         for case in itertools.product((*SMALL, *RESNETS), OPSETS)
     ],
 )
@@ -358,7 +402,7 @@ def test_command_and_description(tmp_path, capsys):
     assert about['outputs'] == [{'name': 'logits', 'classes': 1000}]
 
 
-@pytest.mark.parametrize('format', ['onnx', 'pt2'])
+@pytest.mark.parametrize('format', [pytest.param('onnx', marks=pytest.mark.slow), 'pt2'])
 def test_checkpoint(format, tmp_path):
     """The classes are those of the checkpoint, and position tensors come to another image size."""
     torch.manual_seed(0)
@@ -435,8 +479,7 @@ def test_many_weights_are_a_file_of_their_own(tmp_path, monkeypatch):
     assert sorted(file.name for file in tmp_path.iterdir()) == ['model.onnx', 'model.onnx.json']
 
 
-@pytest.mark.parametrize('wrong', [0.1, float('nan')])
-@pytest.mark.parametrize('format', ['onnx', 'pt2'])
+@pytest.mark.parametrize(('wrong', 'format'), [(float('nan'), 'onnx'), (0.1, 'pt2')])
 def test_a_wrong_file_does_not_stay(wrong, format, tmp_path, monkeypatch):
     loader = {'onnx': 'load_onnx', 'pt2': 'load_program'}[format]
     load = getattr(export_module, loader)

@@ -452,7 +452,7 @@ def test_half_precision(name, dtype):
 @pytest.mark.parametrize(
     'name',
     [  # the others are compiled and exported in test_compile.py and test_export.py too
-        name if name == 'flatten_cswin_t' else pytest.param(name, marks=pytest.mark.slow) for name in SMALL
+        name if name == 'flatten_deit_t' else pytest.param(name, marks=pytest.mark.slow) for name in SMALL
     ],
 )
 def test_torch_transformations(name):

@@ -270,7 +270,7 @@ class Killed(Exception):
     """The end of a process."""
 
 
-@pytest.mark.parametrize('calls', [2, 7, 11])
+@pytest.mark.parametrize('calls', [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 11)), 7])
 def test_continues_where_it_ended(tmp_path, images, monkeypatch, calls):
     """In each phase, in the middle of its second epoch or at its first update: it ends like one that was not."""
     settings = TINY | {'epochs': (2, 2, 2), 'batch_size': 12, 'augment': True}

@@ -2,14 +2,16 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from flatten_zoo.dense import CocoSemantic, SegmentationScores, segmentation_losses, write_shapes
-from flatten_zoo.errors import UsageError
-from tests.examples import load_example
+from flatten_zoo.cli import main
+from flatten_zoo.dense import SegmentationScores, segmentation_losses
+from flatten_zoo.dense.training.options import task_parser
+from flatten_zoo.dense.training.segmentation import Network, Segmentation
 
 
 def test_losses():
@@ -39,6 +41,9 @@ def test_scores():
     result = scores.compute()
     assert result['IoU background'] == pytest.approx(2 / 4) and result['IoU thing'] == pytest.approx(3 / 5)
     assert math.isnan(result['IoU other'])  # found only where nothing counts
+    assert result['accuracy background'] == pytest.approx(2 / 3) and result['accuracy thing'] == pytest.approx(3 / 4)
+    assert math.isnan(result['accuracy other'])
+    assert result['mean accuracy'] == pytest.approx((2 / 3 + 3 / 4) / 2)
     assert result['mIoU'] == pytest.approx((2 / 4 + 3 / 5) / 2) and result['accuracy'] == pytest.approx(5 / 7)
 
     # logits, and pixels of all images together
@@ -79,114 +84,103 @@ def test_scores_where_nothing_counts():
     assert all(math.isnan(value) for value in scores.compute().values())
 
 
-@pytest.fixture(scope='module')
-def example():
+def test_scores_of_two_processes_together():
+    labels = torch.randint(3, (2, 8, 8))
+    found = torch.randint(3, (2, 8, 8))
+    whole, together = SegmentationScores(list('abc')), SegmentationScores(list('abc'))
+    whole.add(found, labels)
+    for i in range(2):
+        part = SegmentationScores(list('abc'))
+        part.add(found[i], labels[i])
+        together.merge(part.state())
+    assert together.compute() == whole.compute()
+
+
+# Training
+
+
+def train(*arguments) -> int:
     pytest.importorskip('segmentation_models_pytorch')
-    return load_example('train_segmentation')
+    return main(['train-dense', 'segmentation', '--device', 'cpu', *map(str, arguments)])
 
 
 @pytest.mark.parametrize(
-    'model, backbone',
-    [('upernet', 'flatten_pvt_v2_b0'), ('fpn', 'test_resnet'), ('fpn', 'flatten_swin_t'), ('isa_net', 'test_resnet')],
+    'model, backbone', [('upernet', 'flatten_pvt_v2_b0'), ('fpn', 'flatten_swin_t'), ('isa_net', 'test_resnet')]
 )
-def test_example(example, tmp_path, capsys, model, backbone):
-    arguments = ['--model', model, '--backbone', backbone, '--shapes', '8', '--batch-size', '4', '--epochs', '1']
-    scores = example.main([*arguments, '--device', 'cpu', '--output', str(tmp_path)])
-    assert list(scores)[:2] == ['mIoU', 'accuracy'] and 'IoU triangle' in scores
-    assert 'epoch 1/1' in capsys.readouterr().out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ['last.pth', 'predictions.png', 'shapes-64-8']
-    assert Image.open(tmp_path / 'predictions.png').size[0] > 3 * 64
-
-    saved = torch.load(tmp_path / 'last.pth', weights_only=True)
+def test_training(tmp_path, model, backbone):
+    options = f'--model {model} --backbone {backbone} --shapes 8 --batch-size 4 --epochs 1 --image-size 32'.split()
+    assert train(*options, '--output', tmp_path) == 0
+    saved = torch.load(tmp_path / 'best.pth', weights_only=True)
+    assert list(saved['scores'])[3:5] == ['mIoU', 'accuracy']
+    assert 'IoU triangle' in saved['scores']
     assert saved['classes'] == ['background', 'circle', 'square', 'triangle']
-    args = example.parse_args(arguments)
-    example.build_network(args, 4).model.load_state_dict(saved['model'])
+    assert Image.open(tmp_path / 'predictions.png').size[0] > 3 * 192
+    network(*options).load_state_dict(saved['model'])
 
 
-def test_example_on_a_folder_of_images_of_other_sizes(example, tmp_path):
-    write_shapes(tmp_path / 'data' / 'train', 4, (80, 120), seed=0)
-    write_shapes(tmp_path / 'data' / 'val', 2, (100, 70), seed=1)
-    scores = example.main(
-        [
-            '--data',
-            str(tmp_path / 'data'),
-            '--model',
-            'fpn',
-            '--backbone',
-            'test_resnet',
-            '--image-size',
-            '48',
-            '--batch-size',
-            '2',
-            '--epochs',
-            '1',
-            '--device',
-            'cpu',
-            '--output',
-            str(tmp_path / 'out'),
-        ]
+def network(*options: str) -> Network:
+    args = task_parser(Segmentation).parse_with_config([*options])
+    return Network(args, args.backbone, 4, pretrained=False)
+
+
+def test_training_on_layouts_by_name(tmp_path):
+    """Pairs of files of other sizes than the network takes, windows and scales."""
+    folder = tmp_path / 'data'
+    for split, names in (('train', 'abcd'), ('val', 'e')):
+        for name in names:
+            for kind, pixels in (
+                ('JPEGImages', np.full((40, 60, 3), 90, np.uint8)),
+                ('SegmentationClass', np.full((40, 60), 20, np.uint8)),
+            ):
+                path = folder / kind / f'{name}.{"jpg" if pixels.ndim == 3 else "png"}'
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(pixels).save(path)
+        path = folder / 'ImageSets' / 'Segmentation' / f'{split}.txt'
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('\n'.join(names))
+    options = (
+        f'--data {folder} --data-layout voc2012 --model fpn --backbone test_resnet --image-size 33 --crop-size 32 48 '
+        '--scale 0.5 2 --distort-colours --window 20 24 --test-scales 0.5 1 --test-flip --batch-size 2 --epochs 1'
     )
-    assert 0 <= scores['mIoU'] <= 1
+    assert train(*options.split(), '--output', tmp_path / 'out') == 0
+    saved = torch.load(tmp_path / 'out' / 'best.pth', weights_only=True)
+    assert saved['classes'][20] == 'tvmonitor'
+    assert 0 <= saved['scores']['mIoU'] <= 1
 
 
 @pytest.mark.parametrize('backbone, mean', [('flatten_pvt_v2_b0', 0.485), ('mobilevit_xxs', 0.0)])
-def test_images_are_normalised_as_the_backbone_wants_it(example, backbone, mean):
-    network = example.build_network(example.parse_args(['--backbone', backbone, '--device', 'cpu']), 4)
-    assert network.normalize.mean[0] == mean
+def test_images_are_normalised_as_the_backbone_wants_it(backbone, mean):
+    pytest.importorskip('segmentation_models_pytorch')
+    assert network('--backbone', backbone).normalize.mean[0] == mean
 
 
-def test_validation_sees_one_image_at_a_time(example, tmp_path):
-    write_shapes(tmp_path / 'shapes', 3, (33, 40))
-    sizes = []
-
-    class Network(torch.nn.Module):
-        def forward(self, images):
-            sizes.append(tuple(images.shape))
-            return {'out': images.new_zeros(len(images), 4, *images.shape[2:])}
-
-    example.evaluate(Network(), CocoSemantic(tmp_path / 'shapes'), 'cpu')
-    assert sizes == 3 * [(1, 3, 64, 64)]
-
-
-def test_batches_are_padded(example):
-    sizes = [(33, 20), (8, 40)]
-    images, labels = example.collate([(torch.ones(3, *size), torch.ones(size, dtype=torch.long)) for size in sizes])
-    assert images.shape == (2, 3, 64, 64) and labels.shape == (2, 64, 64)
-    assert images.sum() == 3 * labels[labels != 255].numel() == 3 * (33 * 20 + 8 * 40)
-    assert labels[0, :33, :20].eq(1).all() and images[1, :, :8, :40].eq(1).all()
+@pytest.mark.parametrize('model', ['fpn', 'isa_net'])
+def test_networks_take_any_size(model):
+    pytest.importorskip('segmentation_models_pytorch')
+    outputs = network('--model', model, '--backbone', 'test_resnet').eval()(torch.rand(2, 3, 33, 45))
+    assert {tuple(x.shape) for x in outputs.values()} == {(2, 4, 33, 45)}
 
 
 @pytest.mark.parametrize(
     'arguments, message',
     [
-        (['--data', 'nowhere'], "there is no folder 'nowhere'"),
-        (['--batch-size', '0'], '--batch-size must be positive, got 0'),
-        (['--workers', '-1'], '--workers must not be negative, got -1'),
-        (['--device', 'abacus'], '--device abacus: '),
-        (['--lr', '1e20'], 'the loss is nan: try a lower --lr'),
-        (['--shapes', '4'], '--batch-size 16 is more than the 4 training images'),
-        (['--backbone', 'flatten_pvt_v2_b9'], "unknown model 'flatten_pvt_v2_b9'; did you mean flatten_pvt_v2_b"),
-        (['--backbone', 'flatten_deit_t'], 'cannot build upernet with --backbone flatten_deit_t'),
-        (['--model', 'isa_net', '--backbone', 'pvt_v2_b0'], 'choose a network that can be dilated'),
+        ('--backbone flatten_pvt_v2_b9', "unknown model 'flatten_pvt_v2_b9'; did you mean flatten_pvt_v2_b"),
+        ('--backbone flatten_deit_t', 'cannot build upernet with --backbone flatten_deit_t'),
+        ('--model isa_net --backbone pvt_v2_b0', 'choose a network that can be dilated'),
+        ('--window-stride 8 8', '--window-stride needs --window'),
+        ('--window 8 8 --window-stride 8 9', '--window-stride [8, 9] leaves pixels out between windows of [8, 8]'),
+        ('--data . --data-layout voc', "unknown layout 'voc'; did you mean voc2012"),
     ],
 )
-def test_example_with_bad_arguments(example, tmp_path, arguments, message):
-    with pytest.raises(UsageError, match=message):
-        example.main(['--shapes', '16', '--output', str(tmp_path), *arguments])
+def test_bad_arguments(tmp_path, capsys, arguments, message):
+    assert train('--shapes', 16, '--output', tmp_path, *arguments.split()) == 2
+    assert message in capsys.readouterr().err
     assert not (tmp_path / 'last.pth').exists()
-
-
-def test_example_overwrites_no_trained_network(example, tmp_path):
-    (tmp_path / 'last.pth').touch()
-    with pytest.raises(UsageError, match='holds a trained network already'):
-        example.main(['--output', str(tmp_path)])
-    with pytest.raises(UsageError, match='cannot write to .*last.pth/below'):
-        example.main(['--output', str(tmp_path / 'last.pth' / 'below')])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('model', ['upernet', 'isa_net'])
-def test_networks_learn(example, tmp_path, model):
+def test_networks_learn(tmp_path, model):
     """From scratch, measured on other images than those of the training."""
-    scores = example.main(['--model', model, '--device', 'cpu', '--output', str(tmp_path)])
-    assert scores['mIoU'] >= 0.75
+    assert train('--model', model, '--output', tmp_path) == 0
+    assert torch.load(tmp_path / 'best.pth', weights_only=True)['scores']['mIoU'] >= 0.75

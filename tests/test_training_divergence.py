@@ -67,10 +67,8 @@ def test_the_highest_rate_is_to_be_lowered():
     'options, value',
     [
         ('', math.nan),
-        ('', math.inf),
-        ('--amp', math.inf),
-        ('--amp --amp-dtype bfloat16 --clip-grad 1', math.nan),
-        ('--model-ema', math.inf),
+        ('--amp --amp-dtype bfloat16 --clip-grad 1', math.inf),
+        *(pytest.param(options, math.inf, marks=pytest.mark.slow) for options in ('', '--amp', '--model-ema')),
     ],
 )
 def test_loss_that_is_not_finite_ends_the_run(tmp_path, images, monkeypatch, capsys, options, value):

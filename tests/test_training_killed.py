@@ -235,7 +235,7 @@ def test_second_process_is_refused_until_the_first_ends(tmp_path, images, capsys
     try:
         assert report_usage_errors(lambda: main(argv)) == 2
         assert capsys.readouterr().err.endswith(
-            f"error: another process is training in '{folder}': wait for its end, or choose another --experiment\n"
+            f"error: another process is training in '{folder}': wait for its end, or choose another folder\n"
         )
         assert [path.name for path in folder.iterdir()] == ['.lock']
         first.kill()

@@ -79,11 +79,13 @@ def refused(capsys, *argv) -> str:
     'options',
     [
         RANDOM,
-        RANDOM + ' --no-prefetcher --amp --clip-grad 1 --grad-accum-steps 3 --sched-on-updates --epochs 3',
-        '--opt lookahead_adamw --sched plateau --patience-epochs 0 --lr-noise 0.2 --eval-metric loss --lr 0.5',
-        pytest.param(
-            '--model-dtype bfloat16 --model-ema -j 1 --sched step --decay-epochs 1 --epochs 3 --val-split ""',
-            marks=pytest.mark.slow,
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                RANDOM + ' --no-prefetcher --amp --clip-grad 1 --grad-accum-steps 3 --sched-on-updates --epochs 3',
+                '--opt lookahead_adamw --sched plateau --patience-epochs 0 --lr-noise 0.2 --eval-metric loss --lr 0.5',
+                '--model-dtype bfloat16 --model-ema -j 1 --sched step --decay-epochs 1 --epochs 3 --val-split ""',
+            )
         ),
         '--train-img-sizes 24 32 --train-batch-sizes 8 4 --variable-batch-loss-scale sqrt --model-ema-force-cpu '
         '--model-ema --tta 2 --no-prefetcher',

@@ -53,6 +53,15 @@ class CocoScores:
                         for label, score, shape in zip(labels, scores, shapes, strict=True)
                     )
 
+    def state(self) -> dict[str, list]:
+        """What has been added, to send to another process for `merge`."""
+        return {'images': self._image_ids, **self._results}
+
+    def merge(self, state: dict[str, list]) -> None:
+        """Adds what another process has added, of other images."""
+        for name, entries in state.items():
+            (self._image_ids if name == 'images' else self._results.setdefault(name, [])).extend(entries)
+
     def compute(self) -> dict[str, float]:
         """The scores of the images added, from 0 to 1 (-1 where these have no objects).
 

@@ -1,4 +1,4 @@
-"""The libraries of the `dense` extra, imported where they are used."""
+"""The libraries of the `dense` and the `video` extra, imported where they are used."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,8 +9,11 @@ __all__ = ['dense_extra']
 
 
 @contextmanager
-def dense_extra() -> Iterator[None]:
+def dense_extra(extra: str = 'dense') -> Iterator[None]:
     """Around imports: says how to install what is missing.
+
+    Args:
+        extra: Name of the extra that has it.
 
     Raises:
         UsageError: An import failed.
@@ -18,4 +21,4 @@ def dense_extra() -> Iterator[None]:
     try:
         yield
     except ImportError as e:
-        raise UsageError(f"{e.name or e} is missing: pip install 'flatten_zoo[dense]'") from e
+        raise UsageError(f"{e.name or e} is missing: pip install 'flatten_zoo[{extra}]'") from e

@@ -31,7 +31,7 @@ def segmentation_losses(
 
 
 class SegmentationScores:
-    """Intersection over union of predicted classes with the true ones, over the pixels of all images together.
+    """Intersection over union and accuracy of predicted classes, over the pixels of all images together.
 
     Args:
         classes: Name of each class, in the order of the labels.
@@ -66,15 +66,29 @@ class SegmentationScores:
             )
         self.confusion += torch.bincount(number * pairs[0] + pairs[1], minlength=number**2).view(number, number)
 
-    def compute(self) -> dict[str, float]:
-        """The mean over the classes ('mIoU'), the share of pixels that are right ('accuracy') and the IoU by class.
+    def state(self) -> torch.Tensor:
+        """What has been counted, to send to another process for `merge`."""
+        return self.confusion
 
-        Classes that are neither in the images nor predicted have no IoU, NaN, and no part in the mean.
+    def merge(self, state: torch.Tensor) -> None:
+        """Counts what another process has counted."""
+        self.confusion += state
+
+    def compute(self) -> dict[str, float]:
+        """The scores, from 0 to 1.
+
+        Returns:
+            The mean of the classes' IoU ('mIoU'), the share of all pixels that are right ('accuracy'), the mean of the
+            classes' shares ('mean accuracy'), and for each class 'IoU NAME' and 'accuracy NAME', the share of its
+            pixels that are right. Classes that are neither in the images nor predicted have no IoU, those that are not
+            in the images no accuracy: NaN, and no part in the mean.
         """
         right, true, predicted = self.confusion.diag(), self.confusion.sum(1), self.confusion.sum(0)
-        iou = right / (true + predicted - right)
+        iou, accuracy = right / (true + predicted - right), right / true
         return {
             'mIoU': iou.nanmean().item(),
             'accuracy': (right.sum() / self.confusion.sum()).item(),
+            'mean accuracy': accuracy.nanmean().item(),
             **{f'IoU {name}': value for name, value in zip(self.classes, iou.tolist(), strict=True)},
+            **{f'accuracy {name}': value for name, value in zip(self.classes, accuracy.tolist(), strict=True)},
         }

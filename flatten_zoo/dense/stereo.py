@@ -73,6 +73,17 @@ class DisparityScores:
         self.wrong += int((errors > 3).sum())
         self.error += errors.sum().item()
 
+    def state(self) -> tuple[int, int, float]:
+        """What has been counted, to send to another process for `merge`."""
+        return self.pixels, self.wrong, self.error
+
+    def merge(self, state: tuple[int, int, float]) -> None:
+        """Counts what another process has counted."""
+        pixels, wrong, error = state
+        self.pixels += pixels
+        self.wrong += wrong
+        self.error += error
+
     def compute(self) -> dict[str, float]:
         """The mean error in pixels ('EPE') and the share of pixels that are off by more than 3 ('>3 px', from 0 to 1).
 

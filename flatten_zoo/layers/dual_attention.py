@@ -44,8 +44,9 @@ class DualAttention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Maps B×C×H×W to the same shape."""
-        position = self.alpha * self.position(x) + x
-        channel = self.beta * self.attend_channels(x.flatten(2)).unflatten(2, x.shape[2:]) + x
+        # sums are laid out in memory as their first operand: the convolutions get the input's layout
+        position = x + self.alpha * self.position(x)
+        channel = x + self.beta * self.attend_channels(x.flatten(2)).unflatten(2, x.shape[2:])
         return self.position_conv(position) + self.channel_conv(channel)
 
     def attend_channels(self, a: torch.Tensor) -> torch.Tensor:

@@ -146,6 +146,8 @@ def _exported(path: Path, img_size: Sequence[int] | None, features: bool) -> Net
         ) from e
     if weights == 'untrained':
         raise UsageError(f"--model '{path}' has random weights: export it with --pretrained or --checkpoint FILE")
+    if about.get('task') == 'segmentation':
+        raise UsageError(f"--model '{path}' gives a class for each pixel, not for the picture")
     if features != (output['name'] == 'embedding') or not features and not classes:
         what = 'one vector of features' if features else 'class scores'
         raise UsageError(f"--model '{path}' gives '{output['name']}', not {what}")

@@ -5,17 +5,17 @@ outline alone. Shapes may hide a part of those before them; boxes and masks are 
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from ..dense.optional_packages import dense_extra
 from ..errors import UsageError
 from ..files import write_beside
 
-__all__ = ['SHAPES', 'write_shapes']
+__all__ = ['SHAPES', 'far_colour', 'mottle', 'shape_mask', 'write_shapes']
 
 SHAPES = {'circle': None, 'square': 4, 'triangle': 3}  # corners
 _MAX_SHAPES = 4
@@ -89,6 +89,8 @@ def _info(folder: Path) -> dict[str, Any] | None:
 
 def _annotate(visible: np.ndarray) -> dict[str, Any]:
     """Box (left, top, width, height), area and run-length encoding of a mask."""
+    from ..dense.optional_packages import dense_extra  # that package imports this module
+
     with dense_extra():
         from pycocotools import mask
     encoded = mask.encode(np.asfortranarray(visible, dtype=np.uint8))
@@ -106,13 +108,13 @@ def _draw(rng: np.random.Generator, height: int, width: int) -> tuple[np.ndarray
         Its H×W×3 pixels of 8 bits, and of each shape the category (from 1) and the H×W mask of what can be seen of it.
     """
     background = rng.uniform(0.2, 0.8, size=3)
-    pixels = background + _mottle(rng, height, width)
+    pixels = background + mottle(rng, height, width)
     objects: list[tuple[int, np.ndarray]] = []
     areas: list[int] = []
     for _ in range(rng.integers(1, _MAX_SHAPES + 1)):
         category = int(rng.integers(len(SHAPES)))
         shape = _shape_mask(rng, list(SHAPES.values())[category], height, width)
-        colour = _far_colour(rng, background)
+        colour = far_colour(rng, background)
         uncovered = [(other, mask & ~shape) for other, mask in objects]
         if any(mask.sum() < _MIN_VISIBLE * area for (_, mask), area in zip(uncovered, areas, strict=True)):
             continue  # it would hide too much of another one
@@ -123,7 +125,7 @@ def _draw(rng: np.random.Generator, height: int, width: int) -> tuple[np.ndarray
     return np.rint(pixels.clip(0, 1) * 255).astype(np.uint8), objects
 
 
-def _mottle(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
+def mottle(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
     """A smooth H×W×1 texture: a few plane waves, between -0.15 and 0.15 together."""
     y, x = np.mgrid[:height, :width] / min(height, width)
     waves = [
@@ -135,10 +137,15 @@ def _mottle(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
 
 def _shape_mask(rng: np.random.Generator, corners: int | None, height: int, width: int) -> np.ndarray:
     """H×W mask of a disc (no corners) or regular polygon at a random place that lies inside the image."""
-    short = min(height, width)
-    radius = rng.uniform(0.12, 0.24) * short
+    radius = rng.uniform(0.12, 0.24) * min(height, width)
     centre = [rng.uniform(radius, side - radius) for side in (height, width)]
-    angle = rng.uniform(0, 2 * np.pi)
+    return shape_mask(corners, centre, radius, rng.uniform(0, 2 * np.pi), height, width)
+
+
+def shape_mask(
+    corners: int | None, centre: Sequence[float], radius: float, angle: float, height: int, width: int
+) -> np.ndarray:
+    """H×W mask of a disc (no corners) or regular polygon with a circle around it; the centre is row and column."""
     y, x = np.mgrid[:height, :width] + 0.5  # centres of the pixels
     y, x = y - centre[0], x - centre[1]
     if corners is None:
@@ -148,7 +155,7 @@ def _shape_mask(rng: np.random.Generator, corners: int | None, height: int, widt
     return np.max(distances, axis=0) <= radius * np.cos(np.pi / corners)
 
 
-def _far_colour(rng: np.random.Generator, background: np.ndarray) -> np.ndarray:
+def far_colour(rng: np.random.Generator, background: np.ndarray) -> np.ndarray:
     """A colour that stands out from the background."""
     while True:
         colour = rng.uniform(size=3)

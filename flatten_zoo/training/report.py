@@ -24,6 +24,7 @@ from .processes import is_first, until_interrupted, world_size
 __all__ = [
     'Progress',
     'draw_curves',
+    'draw_panels',
     'figure_texts',
     'figures_text',
     'log',
@@ -198,20 +199,39 @@ def draw_curves(summary: Path, picture: Path) -> None:
         'error of layers' if layers else 'accuracy / %': layers or validated,
         'learning rate': {'': 'lr'},
     }
+    draw_panels(rows, panels, picture, logarithmic='error of layers')
+
+
+def draw_panels(
+    rows: list[dict[str, Any]],
+    panels: Mapping[str, Mapping[str, str]],
+    picture: Path,
+    x: str = 'epoch',
+    logarithmic: str = '',
+) -> None:
+    """Draw columns of a table as curves, side by side.
+
+    Args:
+        rows: The table.
+        panels: By title the lines of each panel: by name their column.
+        picture: PNG file to write.
+        x: Column of whole numbers along which they are drawn.
+        logarithmic: Title of a panel of many lines with a logarithmic scale.
+    """
     figure = Figure(figsize=(12, 3.6))
     place = {'left': 0.05, 'right': 0.99, 'bottom': 0.14, 'top': 0.91, 'wspace': 0.2}  # computing it takes longest
     for axes, (title, lines) in zip(figure.subplots(1, len(panels), gridspec_kw=place), panels.items(), strict=True):
         for name, column in lines.items():
-            points = [(int(row['epoch']), float(row[column])) for row in rows if row.get(column)]
+            points = [(int(row[x]), float(row[column])) for row in rows if row.get(column)]
             if points:
                 axes.plot(*zip(*points, strict=True), marker='.', label=name)
-        axes.set(title=title, xlabel='epoch')
+        axes.set(title=title, xlabel=x)
         axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         axes.grid(alpha=0.3)
-        if lines is layers:
+        if title == logarithmic:
             axes.set_yscale('log')
         if len(lines) > 1 and axes.lines:
-            axes.legend(fontsize='small' if lines is layers else None, ncols=-(-len(lines) // 12))
+            axes.legend(fontsize='small' if title == logarithmic else None, ncols=-(-len(lines) // 12))
     with write_beside(picture) as temporary:
         figure.savefig(temporary, dpi=110)
 

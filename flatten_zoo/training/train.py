@@ -439,6 +439,21 @@ def claim(folder: Path, resumed: Path | None = None) -> TextIO:
         UsageError: The folder cannot be made, is another process's, or holds checkpoints of another run, or later ones
             than that to continue from.
     """
+    lock = lock_folder(folder)
+    last = last_checkpoint(folder)
+    if last is not None and (resumed is None or last.resolve() != resumed.resolve()):
+        raise UsageError(
+            f"'{folder}' holds an earlier run: choose another --experiment, or continue it with --resume auto"
+        )
+    return lock
+
+
+def lock_folder(folder: Path) -> TextIO:
+    """Make an output folder, and lock it against other processes until this one closes the returned file or ends.
+
+    Raises:
+        UsageError: The folder cannot be made, or is another process's.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / '.lock').open('w')
@@ -450,12 +465,7 @@ def claim(folder: Path, resumed: Path | None = None) -> TextIO:
     except OSError as e:
         if e.errno in (errno.EACCES, errno.EAGAIN):
             raise UsageError(
-                f"another process is training in '{folder}': wait for its end, or choose another --experiment"
+                f"another process is training in '{folder}': wait for its end, or choose another folder"
             ) from e
         log.warning("'%s' cannot be locked (%s): start no second process there", folder, e.strerror)
-    last = last_checkpoint(folder)
-    if last is not None and (resumed is None or last.resolve() != resumed.resolve()):
-        raise UsageError(
-            f"'{folder}' holds an earlier run: choose another --experiment, or continue it with --resume auto"
-        )
     return lock

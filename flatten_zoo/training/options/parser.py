@@ -108,12 +108,14 @@ class OptionParser(argparse.ArgumentParser):
 
     Args:
         refused: Why an option of timm's is not there, by its destination name.
+        recipe_folder: Where the recipes for it are among the recipes.
         kwargs: Arguments of argparse's parser.
     """
 
-    def __init__(self, refused: Mapping[str, str] | None = None, **kwargs):
+    def __init__(self, refused: Mapping[str, str] | None = None, recipe_folder: str = '', **kwargs):
         super().__init__(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **kwargs)
         self.refused = refused or {}
+        self.recipe_folder = recipe_folder
         self.register('action', 'store_true', Flag)
         self.add_argument(
             '-c',
@@ -143,7 +145,7 @@ class OptionParser(argparse.ArgumentParser):
         config = early.parse_known_args(args)[0].config
         if config:
             try:
-                config = find_recipe(config)
+                config = find_recipe(config, self.recipe_folder)
                 values = read_options_file(config)
             except UsageError as e:
                 raise UsageError(f'--config: {e}') from e
@@ -253,15 +255,23 @@ def read_options_file(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def recipes() -> dict[str, Path]:
-    """Recipes by name: those that came with the package, or in a checkout those beside it."""
+def recipes(folder: str = '') -> dict[str, Path]:
+    """Recipes by name: those that came with the package, or in a checkout those beside it.
+
+    Args:
+        folder: Where among them.
+    """
     package = Path(__file__).parents[2]
-    folder = package / 'recipes' if (package / 'recipes').is_dir() else package.parent / 'configs'
-    return {path.stem: path for path in sorted(folder.glob('*.yaml'))}
+    root = package / 'recipes' if (package / 'recipes').is_dir() else package.parent / 'configs'
+    return {path.stem: path for path in sorted((root / folder).glob('*.yaml'))}
 
 
-def find_recipe(name: str) -> Path:
+def find_recipe(name: str, folder: str = '') -> Path:
     """The file of that name, or where there is none the recipe.
+
+    Args:
+        name: The name.
+        folder: Where among the recipes.
 
     Raises:
         UsageError: There is neither.
@@ -269,9 +279,10 @@ def find_recipe(name: str) -> Path:
     path = Path(name)
     if path.exists() or path.suffix or len(path.parts) > 1:
         return path
-    if name not in recipes():
-        raise unknown_name('recipe', name, recipes())
-    return recipes()[name]
+    known = recipes(folder)
+    if name not in known:
+        raise unknown_name('recipe', name, known)
+    return known[name]
 
 
 def program(name: str) -> str:
