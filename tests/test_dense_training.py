@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from torchvision.ops import MultiScaleRoIAlign
 
 from flatten_zoo.cli import main
-from flatten_zoo.dense import CocoInstances, CocoScores, cascade_mask_rcnn, mask_rcnn, retinanet, write_shapes
+from flatten_zoo.dense import CocoInstances, CocoScores, mask_rcnn, write_shapes
 
 mask = pytest.importorskip('pycocotools.mask')
 
@@ -201,40 +200,3 @@ def test_mask_rcnn_with_attention_learns(tmp_path):
     scores = torch.load(tmp_path / 'best.pth', weights_only=True)['scores']
     assert scores['box AP50'] >= 0.5
     assert scores['mask AP50'] >= 0.4
-
-
-def learn_shapes(build, folder, steps=300, batch_size=4, side=64, lr=1e-3):
-    """Scores on held-out shapes of a network that learnt from scratch, with heads as cheap as they can be."""
-    few = {
-        'box_batch_size_per_image': 16,
-        'rpn_post_nms_top_n_train': 64,
-        'rpn_post_nms_top_n_test': 32,
-        'mask_roi_pool': MultiScaleRoIAlign(['0', '1', '2', '3'], output_size=7, sampling_ratio=2),
-    }
-    write_shapes(folder / 'train', 400, side, seed=0)
-    write_shapes(folder / 'val', 100, side, seed=1)
-    train, val = CocoInstances(folder / 'train'), CocoInstances(folder / 'val')
-    torch.manual_seed(0)
-    arguments = {} if build is retinanet else few
-    model = build('flatten_pvt_v2_b0', 4, 'ea', min_size=side, max_size=side, **arguments)
-    optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
-    for _ in range(steps):
-        images, targets = zip(*(train[i] for i in torch.randperm(len(train))[:batch_size].tolist()), strict=True)
-        optimizer.zero_grad()
-        sum(model(images, targets).values()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 5)
-        optimizer.step()
-        schedule.step()
-    scores = CocoScores(val)
-    model.eval()
-    with torch.inference_mode():
-        for image, target in (val[i] for i in range(len(val))):
-            scores.add([target['image_id']], model([image]))
-    return scores.compute()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('build', [cascade_mask_rcnn, retinanet])
-def test_others_learn(build, tmp_path):
-    assert learn_shapes(build, tmp_path)['box AP50'] >= 0.3
