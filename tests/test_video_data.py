@@ -24,7 +24,7 @@ def generated(tmp_path_factory):
 
 def grey_frames(count):
     """Frames whose brightness is their number."""
-    return np.broadcast_to(np.arange(count, dtype=np.uint8)[:, None, None, None] * 4, (count, 16, 16, 3))
+    return np.broadcast_to(np.arange(count, dtype=np.uint8)[:, None, None, None] * 10, (count, 16, 16, 3))
 
 
 def write_images(folder, count):
@@ -58,7 +58,7 @@ def action(start, end, label='jump'):
 
 def numbers(clip):
     """The numbers of a clip's frames."""
-    return (clip[0, :, 8, 8] * 255 / 4).round().int().tolist()
+    return (clip[0, :, 8, 8] * 25.5).round().int().tolist()
 
 
 def test_generated_clips_are_what_they_say(generated):
