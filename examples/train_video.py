@@ -140,7 +140,7 @@ def draw_predictions(model: RC3D, data: ActivityNetClips, path: Path, args: argp
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Trains and returns the last scores."""
     args = parse_args(argv)
-    check_options(args, 'clips', 'frames', 'image_size')
+    check_options(args, 'clips', 'frames', 'image_size', *(['fps'] if args.fps is not None else []))
     data, held_out = load_data(args)
     model = build_network(args, len(data.classes))
     torch.manual_seed(args.seed)
