@@ -54,7 +54,7 @@ def test_kinetics_weights(monkeypatch):
     for weights in ('DEFAULT', R3D_18_Weights.KINETICS400_V1):
         model = rc3d('r3d_18', 3, 'ea', weights_backbone=weights)
         assert torch.equal(model.backbone.layer4[1].conv2[0].weight, source.layer4[1].conv2[0].weight)
-    missing, unexpected = model.backbone.load_state_dict(get_model('r3d_18').state_dict(), strict=False)
+    missing, unexpected = model.backbone.load_state_dict(source.state_dict(), strict=False)
     assert unexpected == ['fc.weight', 'fc.bias'] and {name[:9] for name in missing} == {'layer3.2.', 'layer4.2.'}
 
 
@@ -223,9 +223,8 @@ def brute_force(videos, label, threshold):
         for row, state in zip(mine, states, strict=True):
             if state == 'right' or not any(overlap(row[0], other) > 0 for other in ambiguous):
                 outcomes.append((row[2], state))
-    right = total = result = 0
-    for _, state in sorted(outcomes, key=lambda outcome: -outcome[0]):
-        total += 1
+    right = result = 0
+    for total, (_, state) in enumerate(sorted(outcomes, key=lambda outcome: -outcome[0]), start=1):
         if state == 'right':
             right += 1
             result += right / total

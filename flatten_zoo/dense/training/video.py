@@ -99,9 +99,9 @@ class Video(Task):
             '--anchor-scales',
             nargs='+',
             type=POSITIVE,
-            default=[1.0, 1.5, 2.0, 3.0, 4.0],
             metavar='X',
-            help="lengths of the anchors in strides of 8 frames; R-C3D's for THUMOS14: 2 4 5 6 8 9 10 12 14 16",
+            help="lengths of the anchors in strides of 8 frames; None: R-C3D's for THUMOS14, 2 4 5 6 8 9 10 12 14 16, "
+            'for generated clips 1 1.5 2 3 4',
         )
         group.add_argument(
             '--nms-thresh', type=FRACTION, default=0.4, metavar='X', help='overlap of detections that is too much'
@@ -122,14 +122,15 @@ class Video(Task):
         self.val_data = self._open(args.val_subset, max(1, args.frames // 2))
         if args.backbone == 'small' and args.pretrained:
             raise UsageError('--backbone small has no pretrained weights: leave out --pretrained')
+        scales = args.anchor_scales or (None if args.data else (1, 1.5, 2, 3, 4))
         try:
             self.network = rc3d(
                 small_trunk() if args.backbone == 'small' else args.backbone,
                 len(self.val_data.classes),
                 optional(args.attention),
                 weights_backbone='DEFAULT' if args.pretrained and not trained else None,
-                anchor_scales=args.anchor_scales,
                 nms_thresh=args.nms_thresh,
+                **({'anchor_scales': scales} if scales else {}),
             )
         except ValueError as e:
             raise UsageError(f'cannot build the network with --backbone {args.backbone}: {first_line(e)}') from e
