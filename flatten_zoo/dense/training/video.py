@@ -26,6 +26,9 @@ from .task import Task, check_folder, optional
 
 __all__ = ['Video']
 
+THUMOS_SCALES = (2, 4, 5, 6, 8, 9, 10, 12, 14, 16)  # those of `rc3d`
+GENERATED_SCALES = (1, 1.5, 2, 3, 4)
+
 Found = dict[str, torch.Tensor]  # segments in seconds, labels, scores
 
 
@@ -122,15 +125,15 @@ class Video(Task):
         self.val_data = self._open(args.val_subset, max(1, args.frames // 2))
         if args.backbone == 'small' and args.pretrained:
             raise UsageError('--backbone small has no pretrained weights: leave out --pretrained')
-        scales = args.anchor_scales or (None if args.data else (1, 1.5, 2, 3, 4))
+        scales = args.anchor_scales or (THUMOS_SCALES if args.data else GENERATED_SCALES)
         try:
             self.network = rc3d(
                 small_trunk() if args.backbone == 'small' else args.backbone,
                 len(self.val_data.classes),
                 optional(args.attention),
                 weights_backbone='DEFAULT' if args.pretrained and not trained else None,
+                anchor_scales=scales,
                 nms_thresh=args.nms_thresh,
-                **({'anchor_scales': scales} if scales else {}),
             )
         except ValueError as e:
             raise UsageError(f'cannot build the network with --backbone {args.backbone}: {first_line(e)}') from e
