@@ -60,6 +60,11 @@ def test_scores_are_those_of_sets_of_pixels():
     )
     for i in range(4):
         scores.add(found[i : i + 1], labels[i : i + 1])
+    parts = [SegmentationScores(list('abc'), ignore_index=-1) for _ in range(2)]  # of two processes
+    for part, images in zip(parts, (slice(0, 1), slice(1, 4)), strict=True):
+        part.add(found[images], labels[images])
+    parts[0].merge(parts[1].state())
+    assert parts[0].compute() == scores.compute()
     result, counted = scores.compute(), labels >= 0
     for i, name in enumerate('abc'):
         both, either = (found == i) & (labels == i), ((found == i) & counted) | (labels == i)
