@@ -55,9 +55,20 @@ def load_data(args: argparse.Namespace) -> tuple[ActivityNetClips, ActivityNetCl
     return data, ActivityNetClips(folder, args.val_subset, args.frames, step, args.fps, transforms=size)
 
 
+class Differences(nn.Module):
+    """From one frame to the next, of B×3×T×H×W; 0 of the first."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.diff(dim=2, prepend=x[:, :, :1])
+
+
 def small_trunk(width: int = 16) -> nn.Module:
-    """torchvision's `r3d_18`, narrower and with one block a stage, and a smaller stem."""
-    parts = OrderedDict(stem=Conv3dNormActivation(3, width, (3, 5, 5), (1, 2, 2)))
+    """torchvision's `r3d_18`, narrower, with one block a stage and a smaller stem, on differences of frames.
+
+    From nothing and in minutes only these are learned from: of shapes of any colour a frame says little.
+    """
+    stem = nn.Sequential(Differences(), *Conv3dNormActivation(3, width, (3, 5, 5), (1, 2, 2)))
+    parts = OrderedDict(stem=stem)
     dim = width
     for stage in range(1, 5):
         out_dim, stride = width * 2 ** (stage - 1), 1 if stage == 1 else 2
