@@ -182,7 +182,7 @@ DAMAGE = {
     ),
     'before the start': (lambda f: annotate(f, a={**ENTRY, 'annotations': [action(-1, 1)]}), r'segment \[-1, 1\] of'),
     'backwards': (lambda f: annotate(f, a={**ENTRY, 'annotations': [action(1, 0.5)]}), r'segment \[1, 0.5\] of'),
-    'no duration': (lambda f: annotate(f, a={}), "json': the duration of video 'a' is None"),
+    'no duration': (lambda f: annotate(f, a={}), "json': the duration of video 'a' is 0"),
     'no video': (lambda f: shutil.rmtree(f / 'videos' / 'a'), "there is no video 'a' in '{f}/videos'"),
     'two videos': (lambda f: (f / 'videos' / 'a.mp4').touch(), "both '{f}/videos/a' and '{f}/videos/a.mp4' are video"),
     'no frames': (

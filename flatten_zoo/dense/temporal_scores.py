@@ -54,9 +54,8 @@ class TemporalScores:
         for label in (*labels, *true_labels):
             if not 1 <= label < self.num_classes:
                 raise ValueError(f'labels must be from 1 to {self.num_classes - 1}, got {label}')
-        unclear = np.zeros(len(segments), bool)
-        if 'ambiguous' in truth:
-            unclear = (_overlaps(truth['ambiguous'].cpu().numpy(), segments) > 0).any(axis=0)
+        ambiguous = truth['ambiguous'].cpu().numpy() if 'ambiguous' in truth else np.zeros((0, 2))
+        unclear: np.ndarray = np.any(_overlaps(ambiguous, segments) > 0, axis=0)
         order = np.argsort(-scores, kind='stable')
         for label in range(1, self.num_classes):
             truths = true_segments[true_labels == label]

@@ -220,7 +220,7 @@ def _open(name: str, entry: dict[str, Any], places: dict[str, Path], annotations
                 raise ValueError('it has no frames: there are no images in it')
             with Image.open(images[0]):
                 pass
-            duration = entry.get('duration')
+            duration = entry.get('duration', 0)
             if not _is_number(duration) or duration <= 0:
                 raise UsageError(f"'{annotations}': the duration of video {shown(name)} is {shown(duration)}")
             fps = len(images) / duration

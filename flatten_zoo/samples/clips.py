@@ -116,7 +116,7 @@ def _draw(rng: np.random.Generator, num_frames: int, side: int) -> tuple[np.ndar
     """
     background = rng.uniform(0.2, 0.8, size=3)
     frames = np.broadcast_to(background + mottle(rng, side, side), (num_frames, side, side, 3))
-    actions = []
+    actions: list[tuple[int, int, str]] = []
     for corners in _CORNERS:
         colour = far_colour(rng, background)
         radius = rng.uniform(0.14, 0.22) * side
@@ -138,7 +138,7 @@ def _schedule(
     rng: np.random.Generator, num_frames: int, others: list[tuple[int, int, str]]
 ) -> list[tuple[int, int, str]]:
     """What a shape does: up to two actions, with rests between them, and none that another shape does at that time."""
-    actions = []
+    actions: list[tuple[int, int, str]] = []
     time = 0
     for _ in range(rng.integers(3)):
         length = int(rng.integers(num_frames // 6, num_frames // 2 + 1))
