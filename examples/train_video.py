@@ -34,11 +34,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add('--attention', 'after the third and fourth stage', default='ea', choices=['ea', 'nl', 'none'])
     add('--frames', 'of a clip, and of generated ones', type=int, default=64, metavar='T')
     add('--fps', "frames a second; each video's own by default", type=float)
-    add('--image-size', 'height and width of the frames, and of generated ones', type=int, default=48, metavar='SIDE')
+    add('--image-size', 'height and width of the frames, and of generated ones', type=int, default=32, metavar='SIDE')
     add('--train-subset', 'of the annotations', default='training', metavar='NAME')
     add('--val-subset', 'of the annotations', default='validation', metavar='NAME')
     add_training_options(
-        parser, "ActivityNet's format", 'clips', 240, epochs=12, batch_size=4, lr=1e-3, output='output/video'
+        parser, "ActivityNet's format", 'clips', 240, epochs=8, batch_size=2, lr=2e-3, output='output/video'
     )
     return parser.parse_args(argv)
 
