@@ -32,7 +32,7 @@ class _Layout:
 
     Attributes:
         images, labels: Where the files are, with '{name}' for what those of a pair share and perhaps '{split}'.
-        list: File of the names of a split, if there is one.
+        names: File of the names of a split, if there is one.
         splits: What stands for a split in these, where it is not its name.
         classes: Name of each label.
         ignore_index: Label of pixels that do not count.
@@ -41,7 +41,7 @@ class _Layout:
 
     images: str
     labels: str
-    list: str | None
+    names: str | None
     splits: dict[str, str]
     classes: list[str]
     ignore_index: int
@@ -141,8 +141,8 @@ def segmentation_split(
     split = content.splits.get(split, split)
     templates = [template.replace('{split}', split) for template in (content.images, content.labels)]
     images, labels = (_files(folder, template) for template in templates)
-    if content.list:
-        file = folder / content.list.replace('{split}', split)
+    if content.names:
+        file = folder / content.names.replace('{split}', split)
         try:
             names = [line.strip() for line in file.read_text(encoding='utf-8').splitlines() if line.strip()]
         except (OSError, UnicodeDecodeError) as e:

@@ -213,7 +213,7 @@ def small_trunk(width: int = 16) -> nn.Module:
     From nothing and in minutes only these are learned from: of shapes of any colour a frame says little.
     """
     stem = nn.Sequential(Differences(), *Conv3dNormActivation(3, width, (3, 5, 5), (1, 2, 2)))
-    parts = OrderedDict(stem=stem)
+    parts: OrderedDict[str, nn.Module] = OrderedDict(stem=stem)
     dim = width
     for stage in range(1, 5):
         out_dim, stride = width * 2 ** (stage - 1), 1 if stage == 1 else 2
