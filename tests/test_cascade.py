@@ -222,6 +222,7 @@ def test_bad_arguments():
             CascadeRoIHeads(stages)
 
 
+@pytest.mark.slow
 def test_with_equal_heads_is_torchvisions_mask_rcnn():
     torch.manual_seed(0)
     cascade = cascade_mask_rcnn(SMALL, CLASSES, box_score_thresh=0.001, **SIZES, **FEW)

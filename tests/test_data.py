@@ -23,6 +23,7 @@ from flatten_zoo.training.train import main as train
 from flatten_zoo.training.validate import main as validate
 from flatten_zoo.visualize import load_picture
 
+from .marks import slow_but
 from .tiny_images import write_images, write_parquet, write_shards, write_tars
 
 pytestmark = pytest.mark.usefixtures('no_pictures')
@@ -94,7 +95,7 @@ def validated(capsys, checkpoint, *options) -> dict:
     return json.loads(capsys.readouterr().out.removeprefix('--result\n'))
 
 
-@pytest.mark.parametrize('workers', ['0', '2'])
+@pytest.mark.parametrize('workers', ['0', pytest.param('2', marks=pytest.mark.slow)])
 @pytest.mark.parametrize('name', NAMES)
 def test_every_reader_gives_every_image_once_with_its_class(root, checkpoint, capsys, name, workers):
     expected = validated(capsys, checkpoint, str(root / 'images'), '-j', '0')
@@ -104,7 +105,7 @@ def test_every_reader_gives_every_image_once_with_its_class(root, checkpoint, ca
     assert found['top1'] == expected['top1'] > 60
 
 
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('name', slow_but(NAMES[0], NAMES[-1], of=NAMES))
 def test_every_reader_trains(root, tmp_path, caplog, name):
     argv = [*TINY, *BRIEF, *layouts(root)[name], '-j', '2', '--log-interval', '6']
     assert train([*argv, '--output', str(tmp_path), '--experiment', 'run']) == 0

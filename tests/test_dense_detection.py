@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models.detection import fasterrcnn_resnet50_fpn, maskrcnn_resnet50_fpn, retinanet_resnet50_fpn
 from torchvision.ops import FrozenBatchNorm2d
 
+import flatten_zoo
 from flatten_zoo import EfficientAttention, InterlacedSparseAttention, NonLocalAttention
 from flatten_zoo.cost.operators import closed_form
 from flatten_zoo.dense import (
@@ -65,7 +66,9 @@ def same_detections(a, b):
     'ours, theirs, few',
     [
         (mask_rcnn, maskrcnn_resnet50_fpn, {'box_score_thresh': 0.001, **FEW}),
-        (faster_rcnn, fasterrcnn_resnet50_fpn, {'box_score_thresh': 0.001, **FEW}),
+        pytest.param(
+            *(faster_rcnn, fasterrcnn_resnet50_fpn, {'box_score_thresh': 0.001, **FEW}), marks=pytest.mark.slow
+        ),
         (retinanet, retinanet_resnet50_fpn, {'score_thresh': 0.001, 'detections_per_img': 8}),
     ],
     ids=['mask', 'faster', 'retinanet'],
@@ -471,7 +474,7 @@ def test_scripts_as_torchvisions_own():
         same_detections(detections, model(images((48, 80))))
 
 
-@pytest.mark.parametrize('build', [mask_rcnn, cascade_mask_rcnn])
+@pytest.mark.parametrize('build', [pytest.param(mask_rcnn, marks=pytest.mark.slow), cascade_mask_rcnn])
 def test_cost_is_that_of_a_real_pass(build):
     # everything is kept, so that there are as many proposals and detections as are counted
     model = build(
@@ -524,8 +527,9 @@ def test_attention_adds_what_its_equations_say():
 
 
 def test_importing_needs_no_extra(monkeypatch):
+    monkeypatch.setattr('flatten_zoo.dense', flatten_zoo.dense)  # for the tests that come after this one
     for name in [name for name in sys.modules if name.startswith('flatten_zoo.dense')]:
         monkeypatch.delitem(sys.modules, name)
-    for name in ('pycocotools', 'segmentation_models_pytorch', 'transformers'):
+    for name in ('accelerate', 'av', 'pycocotools', 'segmentation_models_pytorch', 'transformers'):
         monkeypatch.setitem(sys.modules, name, None)
     importlib.import_module('flatten_zoo.dense').faster_rcnn('resnet18', 2)

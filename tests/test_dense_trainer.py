@@ -127,7 +127,7 @@ def validate_in_processes(folders: list[Path]) -> list[dict[str, float]]:
 @pytest.mark.parametrize(
     'numbers',
     [
-        {'segmentation': '--shapes 24', 'detection': '--shapes 24'},
+        pytest.param({'segmentation': '--shapes 24', 'detection': '--shapes 24'}, marks=pytest.mark.slow),
         pytest.param({'stereo': '--pairs 24', 'video': '--clips 12'}, marks=pytest.mark.slow),
     ],
     ids=' '.join,
@@ -203,7 +203,7 @@ OPTIONS = '--save-interval 1 --model-ema --model-ema-decay 0.5 --grad-accum-step
 
 
 @pytest.mark.parametrize(
-    'number, save', [(3, 0), (0, 5), *(pytest.param(*death, marks=pytest.mark.slow) for death in ((2, 0), (0, 1)))]
+    'number, save', [(3, 0), *(pytest.param(*death, marks=pytest.mark.slow) for death in ((2, 0), (0, 1), (0, 5)))]
 )
 def test_killed_run_ends_like_one_that_was_not(tmp_path, whole, number, save):
     """Dropout and augmentation included; what has its final name is whole."""
@@ -271,6 +271,7 @@ def test_examples_are_the_command(task, monkeypatch):
     assert all(argv[-2:] == ['--epochs', '1'] for argv in calls)
 
 
+@pytest.mark.slow
 def test_mixed_precision_tensorboard_and_schedules(tmp_path):
     """Whatever the length is given in, rates follow the schedule."""
     options = '--sched step --milestones 1 2 --epochs 3 --warmup-updates 0 --amp --log-tensorboard'

@@ -33,6 +33,7 @@ from flatten_zoo.samples.digits import write_digits
 from flatten_zoo.training.train import main as train
 from flatten_zoo.weights import open_model, zoo_models
 
+from .marks import slow_but
 from .networks import RESNETS, SMALL, create_shallow, create_small, dynamic
 
 onnx = pytest.importorskip('onnx')
@@ -93,7 +94,7 @@ def segmentation_network(name, backbone):
 @pytest.mark.parametrize(
     ('name', 'backbone'),
     [
-        ('UPerNet', 'test_resnet'),
+        pytest.param('UPerNet', 'test_resnet', marks=pytest.mark.slow),
         *(pytest.param(name, 'test_resnet', marks=pytest.mark.slow) for name in CONTEXTS),
         pytest.param('issa', 'ea_resnet50', marks=pytest.mark.slow),
         pytest.param('FPN', 'flatten_pvt_v2_b0', marks=pytest.mark.slow),
@@ -213,7 +214,7 @@ def test_feature_extractor_of_torchvision(name):
 
 
 @pytest.mark.filterwarnings('ignore')
-@pytest.mark.parametrize('name', SMALL)
+@pytest.mark.parametrize('name', slow_but('flatten_pvt_v2_b0', 'flatten_deit_t', of=SMALL))
 def test_traced_by_torchscript_for_one_size(name):
     model = create_shallow(name, **dynamic(name))
     for size in (64, 96):
@@ -449,10 +450,10 @@ def test_checkpoint_of_a_model_of_timm(tmp_path):
 @pytest.mark.parametrize(
     ('name', 'format'),
     [
-        ('flatten_pvt_t', 'onnx'),
+        ('ea_resnet50', 'pt2'),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (('flatten_pvt_t', 'pt2'), ('ea_resnet50', 'onnx'), ('ea_resnet50', 'pt2'))
+            for case in (('flatten_pvt_t', 'onnx'), ('flatten_pvt_t', 'pt2'), ('ea_resnet50', 'onnx'))
         ),
     ],
 )

@@ -22,6 +22,7 @@ from flatten_zoo.models.flatten_cswin import StripeBranch
 from flatten_zoo.weights import to_official
 from flatten_zoo.weights.catalogue import PARAMETERS
 
+from .marks import slow_but
 from .networks import FIXED_SIZE, SMALL, create_shallow, create_small, dynamic
 from .operators import Maps
 from .reference import load_reference
@@ -94,12 +95,13 @@ def saved_tensors():
     'name',
     [
         'flatten_pvt_t',
-        'flatten_pvt_s',
         'flatten_pvt_v2_b0',
-        'flatten_pvt_v2_b1',
         'flatten_swin_t',
         'flatten_cswin_t',
-        pytest.param('flatten_swin_b_384', marks=pytest.mark.slow),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ('flatten_pvt_s', 'flatten_pvt_v2_b1', 'flatten_swin_b_384')
+        ),
     ],
 )
 def test_official_outputs(name):
@@ -467,7 +469,9 @@ def test_torch_transformations(name):
 
 @pytest.mark.parametrize(
     ('direction', 'size'),
-    [('vertical', (6, 9)), ('vertical', (7, 8)), ('horizontal', (7, 8)), ('whole', (6, 9))],
+    slow_but(
+        ('vertical', (7, 8)), of=[('vertical', (6, 9)), ('vertical', (7, 8)), ('horizontal', (7, 8)), ('whole', (6, 9))]
+    ),
     ids=str,
 )
 def test_exported_stripes_serve_sizes_that_pad_or_not(direction, size):

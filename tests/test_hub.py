@@ -17,6 +17,7 @@ from flatten_zoo import cli, replace_attention
 from flatten_zoo.errors import UsageError
 from flatten_zoo.weights import dry_run, load_model, push, save_model, use_hub
 
+from .marks import slow_but
 from .networks import SHALLOW
 from .servers import hub_server
 
@@ -143,7 +144,7 @@ def test_server_errors_are_retried(hub, folder):
 @pytest.mark.parametrize(
     'step', [('POST', 'create'), ('POST', 'preupload'), ('PUT', 'lfs'), ('POST', 'commit')], ids=str
 )
-@pytest.mark.parametrize('fault', [500, 'break'])
+@pytest.mark.parametrize('fault', [pytest.param(500, marks=pytest.mark.slow), 'break'])
 def test_interrupted_upload(step, fault, hub, folder):
     hub.faults[step] = [fault] * 20
     with pytest.raises(UsageError, match=f"push to '{REPO}'.*same command") as e:
@@ -183,7 +184,7 @@ def test_what_cannot_be_published(hub, folder):
     assert hub.requests == []
 
 
-@pytest.mark.parametrize('name', [*SHALLOW, 'pvt_v2_b0'])
+@pytest.mark.parametrize('name', slow_but('flatten_deit_t', 'pvt_v2_b0', of=[*SHALLOW, 'pvt_v2_b0']))
 def test_transformers(name, hub, tmp_path):
     """The weights, the preprocessing and the class names of a run, from a folder and from the Hub."""
     transformers = pytest.importorskip('transformers')
@@ -265,6 +266,7 @@ def test_push_command(hub, tmp_path, capsys):
     assert err.startswith('error: --private') and '\n' not in err.partition('another name')[0]
 
 
+@pytest.mark.slow
 def test_other_processes_by_the_environment(tmp_path):
     """Push and pull as people do: commands, and nothing but the environment that says where the Hub is."""
     path = run_checkpoint(tmp_path / 'last.pth.tar', small_model())

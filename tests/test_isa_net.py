@@ -8,6 +8,7 @@ from torchvision.models.segmentation import fcn_resnet50
 from flatten_zoo.dense import ISANet, isa_net, segmentation_losses
 from flatten_zoo.dense.isa_net import CONTEXTS
 
+from .marks import slow_but
 from .operators import opened
 
 
@@ -101,9 +102,9 @@ def test_any_size_and_a_batch_of_one(small, size):
         ('resnet50', {'in_chans': 4}),
         ('ea_resnet50', {}),
         ('issa_resnet50', {'attn_kwargs': {'group_size': 4}}),
-        ('convnext_atto', {'drop_path_rate': 0.1}),
         ('flatten_pvt_v2_b0', {'depths': (1, 1, 1, 1)}),
-        ('flatten_swin_t', {'depths': (1, 1, 2, 1), 'dynamic_img_size': True}),
+        pytest.param('convnext_atto', {'drop_path_rate': 0.1}, marks=pytest.mark.slow),
+        pytest.param('flatten_swin_t', {'depths': (1, 1, 2, 1), 'dynamic_img_size': True}, marks=pytest.mark.slow),
     ],
 )
 def test_backbones(backbone, kwargs):
@@ -167,7 +168,7 @@ def test_pretrained_backbone(tmp_path):
     assert all(torch.equal(value, weights[name]) for name, value in model.backbone.state_dict().items())
 
 
-@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize('dtype', slow_but(torch.bfloat16, of=[torch.float16, torch.bfloat16]))
 def test_half_precision(small, dtype):
     torch.manual_seed(0)
     model = isa_net('resnet18', 5).eval()

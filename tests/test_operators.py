@@ -19,7 +19,7 @@ branches = pytest.mark.parametrize(  # without what the residual adds, which wou
 compilation = pytest.mark.parametrize(
     'make',
     [
-        pytest.param(make, id=name, marks=pytest.mark.slow if name in CONTEXT and name != 'rcca' else ())
+        pytest.param(make, id=name, marks=() if name in ('ea', 'issa', 'rcca') else pytest.mark.slow)
         for name, make in ALL.items()
     ],
 )

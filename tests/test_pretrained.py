@@ -13,6 +13,7 @@ from timm.models._hub import get_cache_dir
 from flatten_zoo.errors import UsageError
 from flatten_zoo.weights import RELEASES, download, to_official, use_hub
 
+from .marks import slow_but
 from .servers import file_server
 
 NAME = 'flatten_pvt_v2_b0'  # the smallest
@@ -212,7 +213,7 @@ class Evil:
 
 
 @pytest.mark.filterwarnings('ignore::UserWarning')
-@pytest.mark.parametrize('kind', BAD)
+@pytest.mark.parametrize('kind', slow_but('page', 'cut', 'bytes', 'shape', 'code', of=BAD))
 def test_bad_files_are_not_kept(kind, model, content, cache, capfd):
     bad, message = BAD[kind]
     bad = bad(content) if callable(bad) else bad

@@ -11,14 +11,14 @@ from torchvision.models.video import R3D_18_Weights
 
 from flatten_zoo import EfficientAttention, NonLocalAttention
 from flatten_zoo.dense import TemporalScores, rc3d, temporal_nms
-from tests.examples import load_example
+from flatten_zoo.dense.training.video import small_trunk
 
 NONE = {'segments': torch.zeros(0, 2), 'labels': torch.zeros(0, dtype=torch.int64)}
 
 
 def small(attention=None, **kwargs):
     torch.manual_seed(0)
-    return rc3d(load_example('train_video').small_trunk(4), 3, attention, anchor_scales=(1, 2, 4), **kwargs)
+    return rc3d(small_trunk(4), 3, attention, anchor_scales=(1, 2, 4), **kwargs)
 
 
 @pytest.fixture(scope='module')

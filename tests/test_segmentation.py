@@ -13,6 +13,8 @@ from flatten_zoo.dense import SegmentationScores, segmentation_losses
 from flatten_zoo.dense.training.options import task_parser
 from flatten_zoo.dense.training.segmentation import Network, Segmentation
 
+from .marks import slow_but
+
 
 def test_losses():
     torch.manual_seed(0)
@@ -110,7 +112,11 @@ def train(*arguments) -> int:
 
 
 @pytest.mark.parametrize(
-    'model, backbone', [('upernet', 'flatten_pvt_v2_b0'), ('fpn', 'flatten_swin_t'), ('isa_net', 'test_resnet')]
+    'model, backbone',
+    slow_but(
+        ('isa_net', 'test_resnet'),
+        of=[('upernet', 'flatten_pvt_v2_b0'), ('fpn', 'flatten_swin_t'), ('isa_net', 'test_resnet')],
+    ),
 )
 def test_training(tmp_path, model, backbone):
     options = f'--model {model} --backbone {backbone} --shapes 8 --batch-size 4 --epochs 1 --image-size 32'.split()

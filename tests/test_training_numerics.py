@@ -166,6 +166,7 @@ def test_checkpointed_activations_change_nothing(tmp_path, images):
         prepared(tmp_path, images, '--model', 'selecsls42', '--grad-checkpointing')
 
 
+@pytest.mark.slow
 def test_compiled_run_has_plain_checkpoints(tmp_path, images):
     plain = train(tmp_path / 'plain', images, '--model-ema')
     compiled = train(tmp_path / 'compiled', images, '--model-ema', '--torchcompile', 'eager')

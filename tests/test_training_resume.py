@@ -21,6 +21,7 @@ from flatten_zoo.training.loop import trainer
 from flatten_zoo.training.options.definitions import train_parser
 from flatten_zoo.training.train import main
 
+from .marks import slow_but
 from .runs import assert_same_end
 from .tiny_images import write_images, write_parquet, write_shards
 
@@ -133,8 +134,8 @@ def test_folder_to_continue_has_the_options(tmp_path):
     [
         pytest.param('images', '-b 6', '-b 8', True, marks=pytest.mark.slow),
         ('images', '--grad-accum-steps 2', '--grad-accum-steps 1', True),
-        ('images', '--epochs 3', '--epochs 4', False),
-        ('images', '-j 0', '-j 1', False),
+        pytest.param('images', '--epochs 3', '--epochs 4', False, marks=pytest.mark.slow),
+        pytest.param('images', '-j 0', '-j 1', False, marks=pytest.mark.slow),
         pytest.param(
             'images',
             *(f'--train-img-sizes 24 32 --train-batch-sizes {sizes}' for sizes in ('8 4', '6 3')),
@@ -201,7 +202,7 @@ def test_interrupted_stream_ends_like_one_that_was_not(tmp_path, images, monkeyp
     assert_same_end(tmp_path / 'whole' / 'run', tmp_path / 'parts' / 'run')
 
 
-@pytest.mark.parametrize('failing', ['save', 'replace', 'link'])
+@pytest.mark.parametrize('failing', slow_but('replace', of=['save', 'replace', 'link']))
 def test_interruption_while_saving_leaves_whole_files_and_changes_nothing(tmp_path, images, monkeypatch, failing):
     options = ('--opt', 'adamw', '--no-prefetcher', '--drop', 0.2)
     assert train(tmp_path / 'whole', images, *options) == 0

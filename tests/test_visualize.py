@@ -325,11 +325,12 @@ def texts(figure):
                 'linear.rank': (),
             },
         ),
-        (
+        pytest.param(
             'flatten_deit_t',
             ['--img-size', 64, '--query', 0.5, 0.5],
             'focused linear attention of flatten_deit_t (untrained), blocks.11.attn, head 0',
             {'linear': (1, 4, 4)},
+            marks=pytest.mark.slow,
         ),
         (
             'ea_resnet50',
@@ -343,17 +344,19 @@ def texts(figure):
             'interlaced sparse attention of issa_resnet50 (untrained), layer3.attn, head 0',
             {'long_range': (9, 6, 6), 'short_range': (9, 6, 6), 'combined': (9, 6, 6)},
         ),
-        (
+        pytest.param(
             'nl_resnet50',
             ['--img-size', 64, '--layer', 'layer3.attn'],
             'non-local attention of nl_resnet50 (untrained), layer3.attn, head 0',
             {'attention': (9, 4, 4)},
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             'flatten_pvt_v2_b0',
             ['--img-size', 64, '--pyramid'],
             'feature pyramid of flatten_pvt_v2_b0 (untrained)',
             {'energy.stages.0': (16, 16), 'energy.stages.3': (2, 2)},
+            marks=pytest.mark.slow,
         ),
         (
             'resnet10t',
