@@ -1,6 +1,7 @@
 """Errors that a person can act on, and how commands report them."""
 
 import difflib
+import errno
 import os
 import reprlib
 import sys
@@ -61,15 +62,22 @@ def show_traceback(error: BaseException) -> None:
         traceback.print_exception(error, file=sys.stderr)
 
 
+_OF_A_NAME = {errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG}  # which even asking for a file of that name raises
+
+
 def report_usage_errors(command: Callable[[], int | None]) -> int:
     """Run a command and turn a `UsageError` into one line on standard error; any other keeps its traceback.
 
+    Names that the file system does not take are mistakes as well: too long, in a closed folder, or links without end.
+
     Returns:
-        The command's own exit status (None counts as 0), or 2 after a `UsageError`.
+        The command's own exit status (None counts as 0), or 2 after a mistake.
     """
     try:
         return command() or 0
-    except UsageError as e:
+    except (UsageError, OSError) as e:
+        if isinstance(e, OSError) and (e.errno not in _OF_A_NAME or e.filename is None):
+            raise
         show_traceback(e)
-        print(f'error: {e}', file=sys.stderr)
+        print(f'error: {e if isinstance(e, UsageError) else f"{shown(e.filename)}: {e.strerror}"}', file=sys.stderr)
         return 2

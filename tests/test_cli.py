@@ -175,6 +175,30 @@ def test_traceback_behind_a_line(wanted, shown, monkeypatch, capsys, tmp_path):
         assert before[0].startswith('Traceback') and any('SafetensorError' in text for text in before)
 
 
+@pytest.mark.parametrize(
+    'arguments',
+    [
+        'complexity ea --img-size 8 --plot {}.png',
+        'convert {} -o out',
+        'export test_resnet --checkpoint {} -o out.onnx',
+        'export test_resnet -o {}.onnx',
+        'predict {} --model test_resnet',
+        'push {} --repo me/x --dry-run',
+        'run {}',
+        'train {} --model test_resnet',
+        'train --config {}',
+        'train-dense detection --data {}',
+        'validate --checkpoint {}',
+        'validate-dense {}',
+    ],
+)
+def test_names_that_the_file_system_does_not_take(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments.format('x' * 300).split()) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith('error: ') and 'xxx' in line and line.endswith(': File name too long')
+
+
 @pytest.mark.parametrize('error', [ZeroDivisionError('a bug'), BrokenPipeError('of another pipe')])
 def test_an_unexpected_error_keeps_its_traceback(error, monkeypatch):
     def bug(*args, **kwargs):
