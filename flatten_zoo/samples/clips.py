@@ -1,7 +1,7 @@
 """Generated clips in which shapes move, turn and blink for a while, annotated as ActivityNet's videos are.
 
 A square and a triangle before a mottled background rest, except while they act: a class is what is done, whichever
-shape does it. One shape acts at a time.
+shape does it. Different shapes may act at the same time.
 """
 
 import argparse
@@ -119,7 +119,7 @@ def _draw(rng: np.random.Generator, num_frames: int, side: int) -> tuple[np.ndar
     actions: list[tuple[int, int, str]] = []
     for corners in _CORNERS:
         colour = far_colour(rng, background)
-        radius = rng.uniform(0.18, 0.26) * side
+        radius = rng.uniform(0.14, 0.22) * side
         schedule = _schedule(rng, num_frames, actions)
         places, angles, seen = _act(rng, schedule, num_frames, radius, side)
         masks = np.stack(
@@ -137,7 +137,7 @@ def _draw(rng: np.random.Generator, num_frames: int, side: int) -> tuple[np.ndar
 def _schedule(
     rng: np.random.Generator, num_frames: int, others: list[tuple[int, int, str]]
 ) -> list[tuple[int, int, str]]:
-    """What a shape does: up to two actions, with rests between them, and none while another shape acts."""
+    """What a shape does: up to two actions, with rests between them, and none that another shape does at that time."""
     actions: list[tuple[int, int, str]] = []
     time = 0
     for _ in range(rng.integers(3)):
@@ -145,9 +145,9 @@ def _schedule(
         start = time + int(rng.integers(num_frames // 2))
         if start + length > num_frames:
             break
-        end = start + length
-        if not any(start < other[1] and other[0] < end for other in others):
-            actions.append((start, end, str(rng.choice(ACTIONS))))
+        end, label = start + length, str(rng.choice(ACTIONS))
+        if not any(label == other[2] and start < other[1] and other[0] < end for other in others):
+            actions.append((start, end, label))
         time = end + num_frames // 16
     return actions
 
