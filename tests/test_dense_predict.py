@@ -10,8 +10,10 @@ from PIL import Image
 
 from flatten_zoo.cli import main
 from flatten_zoo.dense.training.options import TASKS, task_parser
-from flatten_zoo.dense.training.trained import open_run
 from flatten_zoo.export import description_of, load_onnx
+
+pytest.importorskip('accelerate')
+from flatten_zoo.dense.training.trained import open_run  # noqa: E402
 
 CLASSES = ['background', 'circle', 'square', 'triangle']
 OPTIONS = {

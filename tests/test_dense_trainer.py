@@ -16,7 +16,6 @@ from torch.utils.data import Dataset
 
 from flatten_zoo.cli import main as cli
 from flatten_zoo.dense import segmentation_layouts, write_shapes
-from flatten_zoo.dense.training import train, trainer, validate
 from flatten_zoo.dense.training.data import Batches, SeededItems
 from flatten_zoo.dense.training.options import TASKS, check_options, task_parser
 from flatten_zoo.errors import UsageError, report_usage_errors
@@ -25,6 +24,9 @@ from flatten_zoo.training.options.parser import recipes
 
 from .processes import in_processes, next_run
 from .runs import assert_same
+
+pytest.importorskip('accelerate')
+from flatten_zoo.dense.training import train, trainer, validate  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures('no_pictures')
 

@@ -16,6 +16,7 @@ from flatten_zoo.dense import CocoInstances, CocoScores, mask_rcnn, write_shapes
 
 mask = pytest.importorskip('pycocotools.mask')
 
+pytest.importorskip('accelerate')
 ROOT = Path(__file__).parents[1]
 
 

@@ -13,6 +13,7 @@ from PIL import Image
 from flatten_zoo.cli import main
 from flatten_zoo.dense import SceneFlowPairs, psmnet, write_stereo_pairs
 
+pytest.importorskip('accelerate')
 ROOT = Path(__file__).parents[1]
 TINY = shlex.split('--image-size 32 32 --max-disparity 8 --pairs 2 --batch-size 2 --epochs 1 --device cpu')
 

@@ -14,6 +14,7 @@ TINY = shlex.split('--frames 16 --image-size 32 --clips 2 --batch-size 2 --epoch
 
 
 def train(*arguments) -> int:
+    pytest.importorskip('accelerate')
     return main(['train-dense', 'video', *map(str, arguments)])
 
 
