@@ -3,15 +3,15 @@
 import contextlib
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageOps
 
-from .errors import UsageError
+from .errors import UsageError, first_line
 
-__all__ = ['IMAGE_ERRORS', 'eight_bits', 'image_suffixes', 'open_image', 'two_sides']
+__all__ = ['IMAGE_ERRORS', 'eight_bits', 'image_suffixes', 'naming', 'open_image', 'two_sides']
 
 # What Pillow raises for files that are no pictures or damaged ones, and `eight_bits` for values out of range.
 IMAGE_ERRORS = (EOFError, OSError, SyntaxError, ValueError, struct.error, zlib.error, Image.DecompressionBombError)
@@ -28,6 +28,21 @@ def image_suffixes() -> set[str]:
         for suffix, name in Image.registered_extensions().items()
         if name in Image.OPEN and name not in _NOT_DECODED
     }
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Around the reading of a file: what is wrong with it becomes one line that names it.
+
+    Raises:
+        UsageError: An error of `IMAGE_ERRORS` came up.
+    """
+    try:
+        yield
+    except UsageError:
+        raise
+    except IMAGE_ERRORS as e:
+        raise UsageError(f"cannot read '{path}': {first_line(e)}") from e
 
 
 def open_image(path: str | Path, mode: str = 'RGB') -> Image.Image:

@@ -1,8 +1,7 @@
 """Pairs of images and label maps in folders, whose layout a YAML file says."""
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
 
 from ..errors import UsageError, first_line, shown, unknown_name
-from ..images import IMAGE_ERRORS, image_suffixes, open_image
+from ..images import image_suffixes, naming, open_image
 
 __all__ = ['SegmentationPairs', 'segmentation_layouts', 'segmentation_split']
 
@@ -69,10 +68,10 @@ class SegmentationPairs(Dataset):
         self._pairs = pairs
         self._table = layout.table
         for pair in pairs:
-            with _naming(pair[0]), Image.open(pair[0]) as image:
+            with naming(pair[0]), Image.open(pair[0]) as image:
                 turned = 'exif' in image.info and image.getexif().get(ExifTags.Base.Orientation) in _TURNED
                 size = image.size[::-1] if turned else image.size
-            with _naming(pair[1]), _open_labels(pair[1]) as labels:
+            with naming(pair[1]), _open_labels(pair[1]) as labels:
                 _check_sizes(pair, size, labels.size)
 
     def __len__(self) -> int:
@@ -80,9 +79,9 @@ class SegmentationPairs(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         pair = self._pairs[index]
-        with _naming(pair[0]):
+        with naming(pair[0]):
             picture = open_image(pair[0])
-        with _naming(pair[1]), _open_labels(pair[1]) as file:
+        with naming(pair[1]), _open_labels(pair[1]) as file:
             values = np.asarray(file).astype(np.int64)
         _check_sizes(pair, picture.size, values.shape[::-1])
         labels = self._table[values]
@@ -220,16 +219,6 @@ def _read_layout(path: Path) -> _Layout:
     table[list(classes)] = [names_of_labels.index(name) for name in classes.values()]
     table[ignored] = ignore_index
     return _Layout(content['images'], content['labels'], names, splits, names_of_labels, ignore_index, table)
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except UsageError:
-        raise
-    except IMAGE_ERRORS as e:
-        raise UsageError(f"cannot read '{path}': {first_line(e)}") from e
 
 
 def _open_labels(path: Path) -> Image.Image:

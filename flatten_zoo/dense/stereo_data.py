@@ -1,8 +1,7 @@
 """Pairs of images with true disparities, in the layouts of Scene Flow and of KITTI."""
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
 
-from ..errors import UsageError, first_line
-from ..images import IMAGE_ERRORS, image_suffixes, open_image
+from ..errors import UsageError
+from ..images import image_suffixes, naming, open_image
 
 __all__ = ['KittiPairs', 'SceneFlowPairs', 'StereoPairs', 'occluded_pixels']
 
@@ -164,17 +163,9 @@ def occluded_pixels(disparity: torch.Tensor, right_disparity: torch.Tensor) -> t
     return disparity.isfinite() & ~seen
 
 
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except IMAGE_ERRORS as e:
-        raise UsageError(f"cannot read '{path}': {first_line(e)}") from e
-
-
 def _size(path: Path, is_picture: bool) -> tuple[int, int]:
     """Height and width of what is in a file, by its header."""
-    with _naming(path):
+    with naming(path):
         if path.suffix == '.pfm':
             return _pfm_header(path)[0]
         with Image.open(path) if is_picture else _open_png(path) as image:
@@ -182,13 +173,13 @@ def _size(path: Path, is_picture: bool) -> tuple[int, int]:
 
 
 def _picture(path: Path) -> tv_tensors.Image:
-    with _naming(path):
+    with naming(path):
         return F.to_dtype(F.to_image(open_image(path)), torch.float32, scale=True)
 
 
 def _disparity(path: Path) -> torch.Tensor:
     """H×W disparities, NaN where they are not known."""
-    with _naming(path):
+    with naming(path):
         if path.suffix == '.pfm':
             return _read_pfm(path)
         with _open_png(path) as image:

@@ -14,7 +14,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from ..errors import UsageError, first_line, shown
-from ..images import IMAGE_ERRORS, image_suffixes, open_image
+from ..images import image_suffixes, naming, open_image
 from .optional_packages import dense_extra
 
 __all__ = ['ActivityNetClips']
@@ -133,7 +133,7 @@ class ActivityNetClips(Dataset):
         video, start, end = self._spans[index]
         fps = self._rate[video.name]
         moments = (np.arange(start, end) + 0.5) / fps
-        with _naming(video.path):
+        with naming(video.path):
             frames = _images(video, moments) if video.images else _frames(video.path, moments)
         clip = torch.from_numpy(frames).permute(0, 3, 1, 2).float() / 255
         if self.transforms is not None:
@@ -212,7 +212,7 @@ def _open(name: str, entry: dict[str, Any], places: dict[str, Path], annotations
     if name not in places:
         raise UsageError(f"there is no video {shown(name)} in '{annotations.parent / 'videos'}' (of '{annotations}')")
     path, images = places[name], []
-    with _naming(path):
+    with naming(path):
         if path.is_dir():
             suffixes = image_suffixes()
             images = sorted((p for p in path.iterdir() if p.suffix.lower() in suffixes), key=_in_order)
@@ -245,24 +245,13 @@ def _in_order(path: Path) -> list[str | int]:
     return [int(part) if part.isdecimal() else part for part in re.split(r'(\d+)', path.name)]
 
 
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Errors of files that cannot be read, those of PyAV among them, as one line that names one."""
-    try:
-        yield
-    except UsageError:
-        raise
-    except IMAGE_ERRORS as e:
-        raise UsageError(f"cannot read '{path}': {first_line(e)}") from e
-
-
 def _images(video: _Video, moments: np.ndarray) -> np.ndarray:
     """T×H×W×3 pixels of the images that are shown at moments in seconds."""
     indices = np.minimum((moments * video.fps).astype(int), len(video.images) - 1)
     frames: dict[int, np.ndarray] = {}
     for index in indices.tolist():
         if index not in frames:
-            with _naming(video.images[index]):
+            with naming(video.images[index]):
                 frames[index] = np.asarray(open_image(video.images[index]))
             size, first = frames[index].shape[:2], frames[int(indices[0])].shape[:2]
             if size != first:

@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ..errors import UsageError, first_line
-from ..images import IMAGE_ERRORS, open_image
+from ..errors import UsageError
+from ..images import naming, open_image
 from ..training.data.datasets import CheckedImages, Images, Split
 
 __all__ = ['Batch', 'Files', 'batches', 'find_pictures']
@@ -72,10 +72,8 @@ class Files(Dataset):
         return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, None]:
-        try:
+        with naming(self.paths[index]):
             image = open_image(self.paths[index], self.mode)
-        except IMAGE_ERRORS as e:
-            raise UsageError(f"cannot read '{self.paths[index]}': {first_line(e)}") from e
         if max(image.size) > NARROWEST * min(image.size):
             raise UsageError(f"'{self.paths[index]}' is too narrow: {image.width} × {image.height}")
         return self.transform(image), None

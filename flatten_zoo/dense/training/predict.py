@@ -8,9 +8,9 @@ from torchvision.transforms.v2 import functional as F
 from torchvision.utils import save_image
 from tqdm import tqdm
 
-from flatten_zoo.errors import UsageError, first_line
+from flatten_zoo.errors import UsageError
 from flatten_zoo.figures import written_whole
-from flatten_zoo.images import IMAGE_ERRORS, open_image
+from flatten_zoo.images import naming, open_image
 from flatten_zoo.predict.pictures import find_pictures
 from flatten_zoo.training.loop.model import resolve_device
 
@@ -48,9 +48,10 @@ def predict(folder: Path, sources: Sequence[Path], output: Path, device: str) ->
     failures = []
     for place, path in tqdm(list(places.items()), unit='image', leave=False, disable=None):
         try:
-            image = F.to_dtype(F.to_image(open_image(path)), torch.float32, scale=True)
-        except IMAGE_ERRORS as e:
-            failures.append(f"cannot read '{path}': {first_line(e)}")
+            with naming(path):
+                image = F.to_dtype(F.to_image(open_image(path)), torch.float32, scale=True)
+        except UsageError as e:
+            failures.append(str(e))
             del places[place]
             continue
         picture = task.picture(network, image.as_subclass(torch.Tensor).to(where))
