@@ -13,6 +13,7 @@ from flatten_zoo.cost.comparison import compare_stages
 from flatten_zoo.cost.counting import count
 from flatten_zoo.weights import zoo_models
 
+from .marks import slow_but
 from .networks import FIXED_SIZE, RESNETS, SHALLOW, SMALL, create_small, dynamic, seeded
 
 DENSE_SIZES = [(512, 512), (1024, 2048), (257, 333)]
@@ -26,9 +27,7 @@ ONE_OF_EACH = (
     'issa_resnet50',
     'nl_resnet50',
 )
-every_model = pytest.mark.parametrize(
-    'name', [name if name in ONE_OF_EACH else pytest.param(name, marks=pytest.mark.slow) for name in zoo_models()]
-)
+every_model = pytest.mark.parametrize('name', slow_but(*ONE_OF_EACH, of=zoo_models()))
 
 
 def any_size(name):

@@ -7,6 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from flatten_zoo.weights import zoo_models
 
+from .marks import slow_but
 from .networks import SHALLOW, dynamic
 
 FAMILIES = SHALLOW | {'issa_resnet50': SHALLOW['issa_resnet50'] | {'attn_kwargs': {'group_size': 2}}}
@@ -45,9 +46,7 @@ class Counted:
         return self.counter.frame_count
 
 
-@pytest.mark.parametrize(
-    'name', [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.parametrize('name', slow_but(*QUICK, of=FAMILIES))
 def test_one_graph_for_training_and_one_for_inference(name):
     counted = Counted(create(name, drop_path_rate=0.1))
     assert [counted.train(), counted.train(), counted.infer(), counted.infer()] == [1, 1, 2, 2]

@@ -14,6 +14,7 @@ from flatten_zoo import cli
 from flatten_zoo.errors import UsageError
 from flatten_zoo.weights import describe, from_official, load_model, read_checkpoint, to_official, use_hub
 
+from .marks import slow_but
 from .reference import load_reference
 
 SMALL = {
@@ -94,9 +95,7 @@ def test_models_without_official_code():
         to_official(model)
 
 
-@pytest.mark.parametrize(
-    'name', [name if name == 'flatten_pvt_v2_b0' else pytest.param(name, marks=pytest.mark.slow) for name in SMALL]
-)
+@pytest.mark.parametrize('name', slow_but('flatten_pvt_v2_b0', of=SMALL))
 def test_convert_command_both_ways(name, tmp_path, capsys):
     model = create(name)
     source = tmp_path / 'official.pth'

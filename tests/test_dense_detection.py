@@ -26,6 +26,8 @@ from flatten_zoo.dense import (
     retinanet,
 )
 
+from .marks import slow_but
+
 LEVELS = ['fpn1', 'fpn2', 'fpn3', 'fpn4', 'fpn5']
 SMALL = 'flatten_pvt_v2_b0'
 SIZES = {'min_size': 64, 'max_size': 96}
@@ -419,9 +421,7 @@ def test_bad_freezing():
         freeze_stages(body, 2)
 
 
-@pytest.mark.parametrize(
-    'name', ['resnet18', *(pytest.param(name, marks=pytest.mark.slow) for name in ('efficientnet_b0', 'issa_resnet50'))]
-)
+@pytest.mark.parametrize('name', slow_but('resnet18', of=['resnet18', 'efficientnet_b0', 'issa_resnet50']))
 def test_frozen_stay_frozen_in_training(name):
     torch.manual_seed(0)
     model = faster_rcnn(name, CLASSES, trainable_backbone_layers=2, freeze_norm=True, **SIZES).train()

@@ -28,6 +28,8 @@ from .runs import assert_same
 pytest.importorskip('accelerate')
 from flatten_zoo.dense.training import train, trainer, validate  # noqa: E402
 
+from .marks import slow_but
+
 pytestmark = pytest.mark.usefixtures('no_pictures')
 
 COMMON = '--device cpu --clip-grad 1 --warmup-updates 1 --log-interval 1 --lr 1e-3'
@@ -204,9 +206,7 @@ def whole(tmp_path_factory):
 OPTIONS = '--save-interval 1 --model-ema --model-ema-decay 0.5 --grad-accum-steps 2 -b 1 --opt sgd'
 
 
-@pytest.mark.parametrize(
-    'number, save', [(3, 0), *(pytest.param(*death, marks=pytest.mark.slow) for death in ((2, 0), (0, 1), (0, 5)))]
-)
+@pytest.mark.parametrize('number, save', slow_but((3, 0), of=[(3, 0), (2, 0), (0, 1), (0, 5)]))
 def test_killed_run_ends_like_one_that_was_not(tmp_path, whole, number, save):
     """Dropout and augmentation included; what has its final name is whole."""
     (outcome,) = in_processes(tmp_path, killed, tmp_path / 'run', OPTIONS, number, save, count=1)

@@ -120,10 +120,7 @@ def test_official_outputs(name):
             assert (value - expected).abs().max() <= tolerance * expected.abs().max(), (key, dtype)
 
 
-@pytest.mark.parametrize(
-    'name',
-    [name if name in (*SMALL, 'flatten_swin_b_384') else pytest.param(name, marks=pytest.mark.slow) for name in COSTS],
-)
+@pytest.mark.parametrize('name', slow_but(*SMALL, 'flatten_swin_b_384', of=COSTS))
 def test_multiply_accumulates(name):
     model = timm.create_model(name, device='meta').eval()
     with FlopCounterMode(display=False) as flops:
@@ -453,9 +450,9 @@ def test_half_precision(name, dtype):
 
 @pytest.mark.parametrize(
     'name',
-    [  # the others are compiled and exported in test_compile.py and test_export.py too
-        name if name == 'flatten_deit_t' else pytest.param(name, marks=pytest.mark.slow) for name in SMALL
-    ],
+    slow_but(
+        'flatten_deit_t', of=SMALL
+    ),  # the others are compiled and exported in test_compile.py and test_export.py too
 )
 def test_torch_transformations(name):
     model = create_shallow(name)

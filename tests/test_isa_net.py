@@ -127,9 +127,7 @@ def test_scripts_as_torchvisions_models_do(aux_loss):
             torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize(
-    'context', [name if name in ('rcca', 'ppm') else pytest.param(name, marks=pytest.mark.slow) for name in CONTEXTS]
-)
+@pytest.mark.parametrize('context', slow_but('rcca', 'ppm', of=CONTEXTS))
 def test_contexts_train_script_and_fold(context):
     torch.manual_seed(0)
     model = isa_net('test_resnet', 3, context=context, aux_loss=False)

@@ -24,6 +24,7 @@ from flatten_zoo.linearize.report import Report, Speed, draw
 from flatten_zoo.linearize.tasks import NetworkTask
 from flatten_zoo.training.validate import main as validate
 
+from .marks import slow_but
 from .processes import in_processes, next_run
 from .runs import assert_same
 from .tiny_images import write_images
@@ -270,7 +271,7 @@ class Killed(Exception):
     """The end of a process."""
 
 
-@pytest.mark.parametrize('calls', [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 11)), 7])
+@pytest.mark.parametrize('calls', slow_but(7, of=[2, 7, 11]))
 def test_continues_where_it_ended(tmp_path, images, monkeypatch, calls):
     """In each phase, in the middle of its second epoch or at its first update: it ends like one that was not."""
     settings = TINY | {'epochs': (2, 2, 2), 'batch_size': 12, 'augment': True}

@@ -17,6 +17,7 @@ from flatten_zoo.errors import UsageError
 from flatten_zoo.layers import FocusedLinearCore
 from flatten_zoo.visualize.reading import attention_layers, read_attention
 
+from .marks import slow_but
 from .networks import FIXED_SIZE, SHALLOW, SMALL, create_shallow, dynamic
 
 networks = pytest.mark.parametrize('name', SHALLOW)
@@ -72,9 +73,7 @@ def assert_nothing_left(folded: nn.Module, *shape) -> None:
 
 @pytest.mark.parametrize(
     'name',
-    [  # tracing takes long
-        name if name == 'flatten_deit_t' else pytest.param(name, marks=pytest.mark.slow) for name in SHALLOW
-    ],
+    slow_but('flatten_deit_t', of=SHALLOW),  # tracing takes long
 )
 def test_every_network(name):
     model = small(name)

@@ -18,6 +18,8 @@ from flatten_zoo.layers.focused_linear_attention import focused_feature_map
 from flatten_zoo.models._token_attention import FocusedTokenAttention
 from flatten_zoo.models.replace_attention import REFUSED
 
+from .marks import slow_but
+
 SMALL = {
     'deit_tiny_patch16_224': dict(img_size=64, depth=3, embed_dim=48, class_token=False, global_pool='avg'),
     'swin_tiny_patch4_window7_224': dict(img_size=64, depths=(1, 1, 2, 1), embed_dim=16, num_heads=(1, 2, 4, 8)),
@@ -429,7 +431,7 @@ def test_any_size_gives_what_a_network_for_that_size_gives(name, where):
         model.blocks[1](torch.randn(2, 24, 48).double())
 
 
-@pytest.mark.parametrize('name', [ANY_SIZE[0]] + [pytest.param(name, marks=pytest.mark.slow) for name in ANY_SIZE[1:]])
+@pytest.mark.parametrize('name', slow_but(ANY_SIZE[0], of=ANY_SIZE))
 def test_any_size_in_one_graph(name):
     model, images = create_vit(name, dynamic_img_size=True, depth=1)
     replace_attention(model).double()
