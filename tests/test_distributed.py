@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import zlib
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -135,9 +136,10 @@ def test_statistics_of_batch_norm(tmp_path, images):
 
 def seen(root: Path, layouts: dict[str, list[str]], more: list[str]) -> dict[str, list[list[int]]]:
     """What this process gets of the images of each layout, in an epoch of training and in validation."""
-    import datasets
+    with suppress(ImportError):
+        import datasets
 
-    datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0.1  # seconds, after a shuffled stream left before its end
+        datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0.1  # seconds, after a shuffled stream left before its end
     distributed.join(torch.device('cpu'))
     found = {}
     for name, options in layouts.items():

@@ -200,6 +200,7 @@ DAMAGE = {
 
 
 def as_file(folder, content=b''):
+    pytest.importorskip('av')
     shutil.rmtree(folder / 'videos' / 'a')
     (folder / 'videos' / 'a.mp4').write_bytes(content)
 

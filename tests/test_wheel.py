@@ -16,6 +16,8 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.parametrize('name', PROGRAMS)
 def test_programs_read_their_own_options(name, capsys):
+    if 'dense' in name:
+        pytest.importorskip('accelerate')
     words = [name, 'detection'] if name == 'train-dense' else [name]
     if name == 'validate-dense':  # whose options are those of a run
         assert main([name, '--help']) == 0

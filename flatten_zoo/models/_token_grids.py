@@ -28,7 +28,8 @@ def on_grid(block: nn.Module, grid: Grid) -> Callable[..., torch.Tensor]:
     if not any(isinstance(module, FocusedLinearCore) for module in block.modules()):
         return block
 
-    def call(x: torch.Tensor, attn_mask: torch.Tensor | None = None, is_causal: bool = False, **kwargs) -> torch.Tensor:
+    # Dynamo of torch 2.9 cannot make a function with `torch.Tensor | None` in its annotations
+    def call(x: torch.Tensor, attn_mask: Any = None, is_causal: bool = False, **kwargs) -> torch.Tensor:
         check_unmasked(attn_mask, is_causal)
         return block(x, attn_mask=grid, **kwargs)
 
