@@ -55,7 +55,6 @@ def test_bad_arguments(tmp_path, capsys, arguments, message):
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason='44 % have been reached, in five epochs; 60 % are the aim')
 def test_rc3d_learns(tmp_path):
     """From nothing, on generated clips."""
     assert train('--output', tmp_path) == 0

@@ -1,7 +1,7 @@
 """Generated clips in which shapes move, turn and blink for a while, annotated as ActivityNet's videos are.
 
-A square and a triangle before a mottled background rest, except while they act: a class is what is done, whichever
-shape does it. Different shapes may act at the same time.
+A square and a triangle before a mottled background rest, except while one of them acts: a class is what is done,
+whichever shape does it.
 """
 
 import argparse
@@ -36,9 +36,10 @@ def write_clips(
 ) -> bool:
     """Write `FOLDER/videos/NAME/*.png` and `FOLDER/annotations.json`, for `ActivityNetClips`.
 
-    The clips to train on are the subset 'training', the others 'validation'; each has up to four actions, which take a
-    sixth to a half of it. The same arguments always give the same data, and clip I is the same however many there are.
-    The folder appears whole or not at all, and one that already holds this very data is left as it is.
+    The clips to train on are the subset 'training', the others 'validation'; each has one to four actions, one after
+    another, that take an eighth to a third of it. The same arguments always give the same data, and clip I is the same
+    however many there are. The folder appears whole or not at all, and one that already holds this very data is left as
+    it is.
 
     Args:
         folder: Folder to make.
@@ -116,12 +117,13 @@ def _draw(rng: np.random.Generator, num_frames: int, side: int) -> tuple[np.ndar
     """
     background = rng.uniform(0.2, 0.8, size=3)
     frames = np.broadcast_to(background + mottle(rng, side, side), (num_frames, side, side, 3))
-    actions: list[tuple[int, int, str]] = []
-    for corners in _CORNERS:
+    actions = _schedule(rng, num_frames)
+    actors = rng.integers(len(_CORNERS), size=len(actions))
+    for shape, corners in enumerate(_CORNERS):
         colour = far_colour(rng, background)
         radius = rng.uniform(0.14, 0.22) * side
-        schedule = _schedule(rng, num_frames, actions)
-        places, angles, seen = _act(rng, schedule, num_frames, radius, side)
+        own = [action for action, actor in zip(actions, actors, strict=True) if actor == shape]
+        places, angles, seen = _act(rng, own, num_frames, radius, side)
         masks = np.stack(
             [
                 shown & shape_mask(corners, place, radius, angle, side, side)
@@ -129,27 +131,22 @@ def _draw(rng: np.random.Generator, num_frames: int, side: int) -> tuple[np.ndar
             ]
         )
         frames = np.where(masks[..., None], colour, frames)
-        actions += schedule
     frames = frames + rng.normal(scale=0.03, size=frames.shape)
-    return np.rint(frames.clip(0, 1) * 255).astype(np.uint8), sorted(actions)
+    return np.rint(frames.clip(0, 1) * 255).astype(np.uint8), actions
 
 
-def _schedule(
-    rng: np.random.Generator, num_frames: int, others: list[tuple[int, int, str]]
-) -> list[tuple[int, int, str]]:
-    """What a shape does: up to two actions, with rests between them, and none that another shape does at that time."""
+def _schedule(rng: np.random.Generator, num_frames: int) -> list[tuple[int, int, str]]:
+    """Actions one after another, with rests between them, as many as there is time for."""
     actions: list[tuple[int, int, str]] = []
     time = 0
-    for _ in range(rng.integers(3)):
-        length = int(rng.integers(num_frames // 6, num_frames // 2 + 1))
-        start = time + int(rng.integers(num_frames // 2))
-        if start + length > num_frames:
-            break
-        end, label = start + length, str(rng.choice(ACTIONS))
-        if not any(label == other[2] and start < other[1] and other[0] < end for other in others):
-            actions.append((start, end, label))
+    while True:
+        length = int(rng.integers(num_frames // 8, num_frames // 3 + 1))
+        start = time + int(rng.integers(num_frames // 6 + 1))
+        end = start + length
+        if end > num_frames:
+            return actions
+        actions.append((start, end, str(rng.choice(ACTIONS))))
         time = end + num_frames // 16
-    return actions
 
 
 def _act(
@@ -161,7 +158,7 @@ def _act(
     for start, end, label in schedule:
         if label == 'move':
             direction = rng.uniform(0, 2 * np.pi)
-            steps[start:end] = rng.uniform(0.02, 0.04) * side * np.array([np.sin(direction), np.cos(direction)])
+            steps[start:end] = rng.uniform(0.04, 0.08) * side * np.array([np.sin(direction), np.cos(direction)])
         elif label == 'turn':
             turns[start:end] = rng.choice([-1, 1]) * rng.uniform(0.2, 0.4)
         else:

@@ -83,7 +83,7 @@ class Video(Task):
 
     name = 'video'
     best = 'mAP@0.5'
-    defaults = {'epochs': 8, 'batch_size': 2, 'lr': 2e-3, 'clip_grad': 5.0}
+    defaults = {'epochs': 6, 'batch_size': 2, 'lr': 1e-3, 'clip_grad': 5.0}
 
     @classmethod
     def add_options(cls, parser: OptionParser) -> None:
