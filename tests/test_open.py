@@ -7,7 +7,10 @@ import torch
 from PIL import Image
 
 from flatten_zoo import cli
+from flatten_zoo.dense.pyramid import build_body
 from flatten_zoo.errors import UsageError, report_usage_errors
+from flatten_zoo.training.loop.model import build_training_model
+from flatten_zoo.training.options.definitions import train_parser
 from flatten_zoo.training.validate import main as validate
 from flatten_zoo.weights import open_model, save_model
 
@@ -61,3 +64,22 @@ def test_every_command_says_the_same_of_weights_that_do_not_fit(tmp_path, capsys
         assert report_usage_errors(lambda: command([str(word) for word in argv])) == 2  # noqa: B023
         said.update(line for line in capsys.readouterr().err.splitlines() if line.startswith('error: '))
     assert len(said) == 1 and f"'{path}' does not fit the model '{NAME}': " in said.pop()
+
+
+@pytest.mark.parametrize('name', ['flatten_pvt_v2_b0', 'flatten_pvt_t', 'flatten_deit_t'])
+def test_a_run_is_of_the_image_size_that_its_model_arguments_say_and_so_is_its_checkpoint(name, tmp_path):
+    """Those that take other sizes have position tensors of one, too."""
+    with torch.device('meta'):
+        expected = {key: value.shape for key, value in timm.create_model(name, img_size=64).state_dict().items()}
+    args = train_parser().parse_with_config(['data', '--model', name, '--model-kwargs', 'img_size=64'])
+    model = build_training_model(args)
+    assert {key: value.shape for key, value in model.state_dict().items()} == expected
+    torch.save({'arch': name, 'args': vars(args), 'state_dict': model.state_dict()}, tmp_path / 'c.pth')
+    opened, _ = open_model(checkpoint=tmp_path / 'c.pth')
+    assert {key: value.shape for key, value in opened.state_dict().items()} == expected
+
+
+def test_the_body_of_a_detector_is_of_the_image_size_that_its_arguments_say():
+    body = build_body('flatten_pvt_v2_b0', img_size=64)
+    size_64 = timm.create_model('flatten_pvt_v2_b0', img_size=64, features_only=True)
+    assert {k: v.shape for k, v in body.state_dict().items()} == {k: v.shape for k, v in size_64.state_dict().items()}

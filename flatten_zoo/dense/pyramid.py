@@ -192,7 +192,12 @@ def build_body(name: str, pretrained: bool = False, **kwargs) -> nn.Module:
     """
     given = f' with out_indices {kwargs["out_indices"]!r}' if 'out_indices' in kwargs else ''
     return create_model(
-        name, dynamic_size='img_size' not in kwargs, given=given, pretrained=pretrained, features_only=True, **kwargs
+        name,
+        model_kwargs=kwargs,
+        dynamic_size='img_size' not in kwargs,
+        given=given,
+        pretrained=pretrained,
+        features_only=True,
     )
 
 

@@ -92,6 +92,7 @@ def open_model(
 def create_model(
     name: str,
     options: dict[str, Any] | None = None,
+    model_kwargs: dict[str, Any] | None = None,
     img_size: tuple[int, int] | int | None = None,
     dynamic_size: bool = False,
     given: str = '',
@@ -102,6 +103,7 @@ def create_model(
     Args:
         name: Any model name of timm, with or without a tag, or an address, or a `Linearized` of these.
         options: Options of a training script, which say size and channels as timm reads them.
+        model_kwargs: The model's own arguments. An `img_size` among them reaches it whatever it is made for.
         img_size, dynamic_size: As in `open_model`.
         given: What was asked for besides, for the error.
         **kwargs: Arguments of `timm.create_model`; None stands for the model's own default.
@@ -111,7 +113,7 @@ def create_model(
     """
     check_model_name(name)
     with building(f"'{name}'{given}"):
-        arguments = resolve_arguments(name, options, **kwargs)
+        arguments = resolve_arguments(name, options, **kwargs, **(model_kwargs or {}))
         return timm.create_model(**_for_images(arguments, img_size, dynamic_size))
 
 

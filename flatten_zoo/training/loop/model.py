@@ -107,13 +107,13 @@ def build_model(args: argparse.Namespace, pretrained: bool, **kwargs: Any) -> nn
     return create_model(
         with_attention(args.model, args.attention, args.attention_where),
         vars(args),
+        args.model_kwargs,
         given=as_given(args, *_SHAPING),
         pretrained=pretrained,
         in_chans=args.in_chans,
         num_classes=args.num_classes,
         global_pool=args.gp,
         **kwargs,
-        **args.model_kwargs,
     )
 
 
